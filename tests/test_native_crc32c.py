@@ -43,7 +43,7 @@ def test_every_length_at_every_offset_behind_what_came_before(way, length):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("length", [0, 1, SUM_BYTES, 2 * SUM_BYTES + 5, 3 * SUM_BYTES, 7 * SUM_BYTES, 7 * SUM_BYTES + 1])
+@pytest.mark.parametrize("length", [0, 1, 4096, 2 * 4096 + 5, 3 * 4096, 7 * 4096, 7 * 4096 + 1])
 def test_each_page_has_its_own(way, length):
     data = numbers(length)
     parts = [data[begin : begin + SUM_BYTES] for begin in range(0, length, SUM_BYTES)]

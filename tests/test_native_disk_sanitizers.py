@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = [ROOT / "csrc" / f"{name}.cpp" for name in ("crc32c", "crc32c_folded", "disk", "disk_file", "disk_piece", "faults", "system")]
+NAMES = ("crc32c", "crc32c_folded", "disk", "disk_file", "disk_piece", "faults", "system")
+SOURCES = [ROOT / "csrc" / f"{name}.cpp" for name in NAMES]
 TESTS = sorted((ROOT / "tests" / "native_disk").glob("*.cpp"))
 COMPILER = os.environ.get("CXX", "g++")
 REPORTS = {"address,undefined": "heap-use-after-free", "thread": "data race"}
