@@ -9,6 +9,7 @@ from stronghold.settings import check_one_of, check_optimizer
 
 DTYPES = ("float32", "bfloat16")
 _COUNTS = ("parameters", "trained_parameters", "layers", "samples", "tokens", "processes")
+_OPTIMIZER = ("states", "update")
 _MOST = 2**63 - 1
 """What 64 bits hold."""
 
@@ -32,4 +33,6 @@ def check_plan_values(found: Mapping[str, Any]) -> None:
     if not all(0 < seconds < float("inf") for seconds in found["step_s"]):
         raise ValueError(f"step_s must be three numbers above 0 (got {list(found['step_s'])})")
     check_one_of("updated_by", found.get("updated_by", "AdamW"), ("AdamW", "Muon"))
+    for name in found["optimizer"]:
+        check_one_of("a key of optimizer", name, _OPTIMIZER)
     check_optimizer(found["optimizer"].get("states", "fp32"), found["optimizer"]["update"], "raise", None)
