@@ -207,7 +207,10 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
         (lambda found: json.dumps({**found, "settings": {"window": "wide"}}), "window must be"),
         (lambda found: json.dumps({**found, "settings": {"colour": 1}}), "colour"),
         (lambda found: json.dumps({**found, "optimizer": {"states": "fp64", "update": "deferred"}}), "fp64"),
-        (lambda found: json.dumps({**found, "optimizer": {**found["optimizer"], "lr": 1}}), "a key of optimizer .*'lr'"),
+        (
+            lambda found: json.dumps({**found, "optimizer": {**found["optimizer"], "lr": 1}}),
+            "a key of optimizer .*'lr'",
+        ),
         (lambda found: json.dumps({**found, "slots_bytes": "many"}), "TypeError|slots_bytes must be a whole number"),
         (lambda found: json.dumps({**found, "dtype": "bf16"}), "dtype must be .*float32.*bfloat16.*bf16"),
         (lambda found: json.dumps({**found, "samples": 0}), "samples must be a whole number of 1 or more"),
