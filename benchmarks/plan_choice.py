@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, metavar="N", help="that a probe takes (20)")
     parser.add_argument("--folder", default=tempfile.gettempdir(), metavar="DIR", help="where layers on disk are")
     parser.add_argument("--quick", action="store_true", help="record nothing")
-    parser.add_argument("--recorded", action="store_true", help="train nothing; print the table of what is recorded")
+    parser.add_argument("--recorded", action="store_true", help="train nothing; print what is recorded last of each")
     parser.add_argument("--case", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)  # in its own process
     options = parser.parse_args()
     if options.case is not None:
@@ -56,8 +56,8 @@ def main() -> int:
     console, described, found = Console(width=150), describe_machine(), list[Row]()
     names = [name for name in CASES if options.only in name]
     if options.recorded:
-        rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-        console.print(_table([row for row in rows if row["case"] in names]))
+        newest = {row["case"]: row for row in map(json.loads, RESULTS.read_text().splitlines())}
+        console.print(_table([newest[name] for name in names if name in newest]))
         return 0
     with tempfile.TemporaryDirectory(prefix="stronghold-plan-", dir=options.folder) as folder:
         machine = f"{folder}/machine.json"

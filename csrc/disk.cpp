@@ -291,7 +291,7 @@ void checksums(const void* memory, std::int64_t length, std::uint32_t* sums) {
   for (std::int64_t at = 0; at < length; at += kTogether * kSumBytes) {
     const std::int64_t bytes = std::min(kTogether * kSumBytes, length - at);
     crc32c_of_pages(data + at, static_cast<std::size_t>(bytes), found.data());
-    for (std::int64_t page = 0; page * kSumBytes < bytes; ++page) {  // once each: who sets one to 0 is not overwritten
+    for (std::int64_t page = 0; page * kSumBytes < bytes; ++page) {  // each is stored once: no other value is seen
       const std::uint32_t crc = found[static_cast<std::size_t>(page)];
       *sums++ = crc != 0 ? crc : ~std::uint32_t{0};
     }

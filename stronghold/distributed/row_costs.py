@@ -72,7 +72,7 @@ class RowCosts:
         self.kinds = [self._kind_of(number) for number in range(len(layered.layers))]
         self._traces: dict[Hashable, LayerTraces] = {}
         self._rows: dict[int, list[LayerRow]] = {}
-        self._rates: dict[Pace, OpRates] = {}
+        self._rates: dict[tuple[Pace, int], OpRates] = {}
 
     @cached_property
     def memory(self) -> list[ModelBytes]:
@@ -100,12 +100,15 @@ class RowCosts:
             self._rows[samples] = self._run(samples)
         return self._rows[samples]
 
-    def seconds(self, ops: Counter[Op], pace: Pace) -> float:
-        """Returns what they take on the device, the host's launches with it where that is behind."""
-        if pace not in self._rates:
-            self._rates[pace] = op_rates(self._machine, pace)
+    def seconds(self, ops: Counter[Op], pace: Pace, processes: int = 1) -> float:
+        """Returns what they take on the device, the host's launches with it where that is behind.
+
+        So many ``processes`` do the same at the same time; where the host computes they have its cores in common.
+        """
+        if (pace, processes) not in self._rates:
+            self._rates[pace, processes] = op_rates(self._machine, pace, processes)
         launches_s = sum(ops.values()) * self._machine.launch_s.likely if self._machine.runs_behind else 0.0
-        return max(self._rates[pace].seconds(ops), launches_s)
+        return max(self._rates[pace, processes].seconds(ops), launches_s)
 
     def _kind_of(self, number: int) -> _LayerKind:
         last = len(self._layered.layers) - 1

@@ -184,13 +184,13 @@ class StagePlanner:
         key = choice._replace(window=None if choice.window is None else 1, is_kept=False), pace
         if key not in self._layers:
             rows = self._row.of(self._batch // choice.replicas // choice.micro_batches)
-            slower = self._processes if self._machine.is_host else 1  # they have its cores in common
             weights, found = self._alone(choice), list[LayerCost]()
             known: dict[tuple[int, int], LayerCost] = {}  # most layers are like others
             for row, memory in zip(rows, self._memory(choice), strict=True):
                 if (id(row), id(memory)) not in known:
-                    both = (self._row.seconds(ops, pace) for ops in (row.forward, row.backward))
-                    forward_s, backward_s = (slower * one for one in both)
+                    forward_s, backward_s = (
+                        self._row.seconds(ops, pace, self._processes) for ops in (row.forward, row.backward)
+                    )
                     known[id(row), id(memory)] = LayerCost(
                         forward_s=forward_s,
                         backward_s=backward_s,

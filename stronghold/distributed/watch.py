@@ -208,7 +208,12 @@ class Watch:
             if (lost := self._lost(limit_s)) is not None:
                 while self._ending is None:
                     if self._claimed.acquire(timeout=BEAT_S):
-                        self._ending = LostProcessError(self._message(lost), ours=self._is_to_tell(lost, limit_s))
+                        try:
+                            is_ours = self._is_to_tell(lost, limit_s)
+                            self._ending = LostProcessError(self._message(lost), ours=is_ours)
+                        except BaseException:  # Ctrl-C: nobody would end the wait of others
+                            self._claimed.release()
+                            raise
                     # Else another thread is about to say so, or the watch's tells and ends this process.
                 return self._ending
             time.sleep(BEAT_S / 4)

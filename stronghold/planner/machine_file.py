@@ -24,7 +24,7 @@ UPDATE = ("alone", "beside_compute")
 DISK = ("read", "write", "read_beside_write", "write_beside_read")
 PROCESSES = ("message_s", "bytes_per_s")
 """What is measured of messages between processes: the seconds of a small one, and what large ones sustain."""
-SINCE = ("host_call_s",)
+SINCE = ("host_call_s", "threads")
 """What files of older probes lack."""
 BESIDE_COMPUTE = ("slows_compute", "slowed_by_compute")
 """How many times as long computing takes beside a disk's transfers, and those beside it, where that was measured."""
@@ -84,6 +84,8 @@ class MachineFile(Shown):
     computes itself, which tells how fast Python is; None in files of older probes. ``host_update_ns`` is per element,
     by weights and moments ("bfloat16+8bit"), alone and beside computing, and ``compute_beside_update`` how many times
     as long computing takes beside updates. ``device_update_ns`` is the same of a resident layer.
+    ``threads`` are those of PyTorch when it was measured, None in files of older probes, whose ``op_s`` of a host is
+    that of a chain of equal operators, a quarter to a seventh of what one takes in a layer.
     ``disks`` are by directory. ``processes`` are two of this machine that send to one another, empty where that was not
     measured.
     """
@@ -115,6 +117,7 @@ class MachineFile(Shown):
     disks: Mapping[str, Mapping[str, Spread]] = field(default_factory=dict)
     processes: Mapping[str, Spread] = field(default_factory=dict)
     host_call_s: Spread | None = None
+    threads: int | None = None
     version: int = VERSION
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -173,6 +176,8 @@ class _Reading:
             read["device_memory_bytes"] = self._count("device_memory_bytes", found["device_memory_bytes"])
         for name in ("op_s", "launch_s", "compute_beside_update"):
             read[name] = self._measured(name, found[name], may_be_zero=name != "compute_beside_update")
+        if found["threads"] is not None:
+            read["threads"] = self._count("threads", found["threads"], least=1)
         if found["host_call_s"] is not None:
             read["host_call_s"] = self._measured("host_call_s", found["host_call_s"])
         for name in ("elementwise", "elementwise_cached", "transcendental", "device_update_ns"):

@@ -85,7 +85,8 @@ def _others(machine: MachineFile) -> list[tuple[str, str]]:
     launch = [] if machine.is_host else [("to issue one", _seconds(machine.launch_s))]
     if machine.host_call_s is not None and not machine.is_host:
         launch.append(("one that the host computes", _seconds(machine.host_call_s)))
-    return [*rows, ("the least that one takes", _seconds(machine.op_s)), *launch]
+    least = "to call one" if machine.is_host else "the least that one takes"
+    return [*rows, (least, _seconds(machine.op_s)), *launch]
 
 
 def _updates(machine: MachineFile) -> list[tuple[str, str]]:

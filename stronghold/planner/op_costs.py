@@ -22,8 +22,8 @@ class Op(NamedTuple):
     "other". ``moved_bytes`` is what it reads and writes. The operations of attention are those without a mask, ten in
     its backward pass for each four in the forward one; with a causal mask half of them are computed.
 
-    ``parts`` is into how many a processor's cores share it, 0 for as many as they like. Attention's backward pass they
-    share by heads of keys (``cpu_flash_attention_backward`` in PyTorch's FlashAttentionKernel.cpp).
+    ``parts`` is into how many a processor's threads share it, 0 for as many as they like. Attention's backward pass
+    they share by heads of keys (``cpu_flash_attention_backward`` in PyTorch's FlashAttentionKernel.cpp).
     """
 
     kind: str
@@ -49,7 +49,7 @@ class OpRates:
 
     "other" operators that move no more than ``cache_bytes`` do so at the rate of "cached" ones. Each operator takes
     ``op_s`` at least; where the host computes itself (``is_host``), that is what a call takes, and comes on top. Rates
-    are those with all its ``cores`` at work.
+    are those with all its ``threads`` at work, which so many ``processes`` share that compute at the same time.
     """
 
     flop_per_s: Mapping[tuple[str, str], Sequence[Rate]]
@@ -57,7 +57,8 @@ class OpRates:
     cache_bytes: int = 0
     op_s: float = 0.0
     is_host: bool = False
-    cores: int = 1
+    threads: int = 1
+    processes: int = 1
 
     def seconds(self, ops: Mapping[Op, int]) -> float:
         """Returns what ``ops``, each so many times, take one after the other."""
@@ -69,8 +70,10 @@ class OpRates:
         works_s = self._moves_s(op) if known is None else op.flops / known.at(_shape(kind, op.sizes))
         if known is not None and kind != op.kind:
             works_s *= 2  # rates are those under a causal mask
-        if self.is_host and op.parts:
-            works_s *= imbalance(op.parts, self.cores)
+        if self.is_host:
+            works_s *= self.processes
+            if op.parts:
+                works_s *= imbalance(op.parts, max(1, self.threads // self.processes))
         return self.op_s + works_s if self.is_host else max(self.op_s, works_s)
 
     def _moves_s(self, op: Op) -> float:
@@ -87,9 +90,9 @@ class OpRates:
         }
 
 
-def imbalance(parts: int, cores: int) -> float:
-    """Returns how many times as long so many equal parts take as if all cores could be at work until the end."""
-    return math.ceil(parts / cores) * cores / parts
+def imbalance(parts: int, threads: int) -> float:
+    """Returns how many times as long so many equal parts take as if all threads could be at work until the end."""
+    return math.ceil(parts / threads) * threads / parts
 
 
 def _shape(kind: str, sizes: tuple[float, ...]) -> tuple[float, ...]:

@@ -19,7 +19,8 @@ def with_cores(machine: MachineFile, cores: int) -> MachineFile:
     _check(cores)
     faster = cores / machine.cores
     updates = {form: _times(kinds, 1 / faster) for form, kinds in machine.host_update_ns.items()}
-    found = replace(machine, cores=cores, host_update_ns=updates)
+    threads = None if machine.threads is None else max(1, round(machine.threads * faster))
+    found = replace(machine, cores=cores, threads=threads, host_update_ns=updates)
     if not machine.is_host:
         return found
     return replace(
@@ -30,7 +31,9 @@ def with_cores(machine: MachineFile, cores: int) -> MachineFile:
                 one.dtype,
                 one.sizes,
                 _time(one.forward_flop_per_s, faster),
-                _time(one.backward_flop_per_s, faster * _evener(one, machine.cores, cores)),
+                _time(
+                    one.backward_flop_per_s, faster * _evener(one, machine.threads or machine.cores, threads or cores)
+                ),
             )
             for one in machine.attention
         ],
@@ -41,10 +44,10 @@ def with_cores(machine: MachineFile, cores: int) -> MachineFile:
     )
 
 
-def _evener(one: Attention, before: int, cores: int) -> float:
-    """Returns how many times as evenly ``cores`` share its backward pass as so many did ``before``."""
+def _evener(one: Attention, before: int, threads: int) -> float:
+    """Returns how many times as evenly so many threads share its backward pass as those ``before``."""
     batch, heads, *_ = one.sizes
-    return imbalance(batch * heads, before) / imbalance(batch * heads, cores)
+    return imbalance(batch * heads, before) / imbalance(batch * heads, threads)
 
 
 def _times(each: Mapping[str, Spread], factor: float) -> dict[str, Spread]:

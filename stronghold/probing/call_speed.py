@@ -34,7 +34,7 @@ def call_measures(clock: DeviceClock) -> list[Measure]:
         torch.autograd.grad(layer(x), inputs, gradient)
 
     def op_s() -> float:
-        if clock.device.is_host:  # which a chain's operators, all alike, take a third of
+        if clock.device.is_host:  # of which a chain's operators, all alike, take a quarter or less
             return clock.timed(passes, calls=4) / (LAYER_OPS + BACKWARD_OPS)
         return clock.timed(on_device, calls=2) / CHAIN_CALLS
 

@@ -52,10 +52,11 @@ def kept_machine(device: str | torch.device) -> MachineFile | None:
 
 
 def is_same(machine: MachineFile, facts: Facts) -> bool:
-    """Whether a file is of the machine with these facts."""
+    """Whether a file is of the machine with these facts, and says what calls take of it as a probe does today."""
     memory = facts.host_memory_bytes
     return (
-        (machine.device, machine.device_name, machine.processor, machine.cores)
+        (machine.threads is not None or not machine.is_host)
+        and (machine.device, machine.device_name, machine.processor, machine.cores)
         == (facts.device, facts.device_name, facts.processor, facts.cores)
         and machine.versions.get("torch") == facts.versions["torch"]
         and machine.versions.get(FP32_PRODUCTS, EXACT) == facts.versions[FP32_PRODUCTS]

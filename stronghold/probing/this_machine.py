@@ -24,6 +24,7 @@ class Facts:
     device_memory_bytes: int | None
     host_memory_bytes: int
     cores: int
+    threads: int
     processor: str
     versions: Mapping[str, str]
     """And, by FP32_PRODUCTS, how PyTorch is set to multiply in fp32."""
@@ -39,6 +40,7 @@ def facts_of(device: torch.device) -> Facts:
         device_memory_bytes=None if is_cpu else _total_bytes(device),
         host_memory_bytes=native.host_bytes(),
         cores=native.usable_cores(),
+        threads=torch.get_num_threads(),
         processor=processor,
         versions=versions,
     )

@@ -77,6 +77,18 @@ def test_all_threads_that_wait_for_a_lost_process_have_the_error_that_says_so(mo
     assert isinstance(found[0], LostProcessError) and all(error is found[0] for error in found)
 
 
+def test_ctrl_c_while_the_error_is_made_leaves_no_thread_that_waits_for_it(monkeypatch):
+    monkeypatch.setattr(watch, "BEAT_S", 0.02)
+    own = watch.Watch(Gone(), 1, 2, [0, 1])
+    own._over.set()  # its thread would claim what is free again
+    own._thread.join()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), own.waiting():
+        patched.setattr(own, "_message", lambda lost: signal.raise_signal(signal.SIGINT))
+        raise RuntimeError("Connection closed by peer")
+    with pytest.raises(LostProcessError, match="process 0 is lost"), own.waiting():
+        raise RuntimeError("Connection closed by peer")
+
+
 @pytest.mark.parametrize(("alive", "tells"), [([], True), ([1], False), ([2], False)])
 def test_of_several_that_are_lost_at_once_the_first_that_is_left_tells(monkeypatch, alive, tells):
     """As where memory runs out: process 1 is to tell of process 0, and may be gone with it."""

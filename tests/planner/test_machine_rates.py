@@ -63,6 +63,17 @@ def test_a_processor_s_cores_share_attention_s_backward_pass_by_its_parts(parts,
         assert isclose(rates.seconds({op: 1}), times if is_host else 1.0)
 
 
+def test_processes_share_what_operators_compute_and_not_what_calling_them_takes():
+    """Each has half of the four threads, for which its two parts are enough."""
+    op = Op("attention backward", "float32", (4, 8, 512, 512, 64), int(6e10), 1, 2)
+    of = {"cores": 8, "threads": 4, "op_s": Spread(0.5, 0.5, 0.5)}
+    machine, device = laptop(**of), laptop(is_host=False, **of)
+    assert isclose(op_rates(machine).seconds({op: 1}), 0.5 + 2.0)
+    assert isclose(op_rates(machine, processes=2).seconds({op: 1}), 0.5 + 2.0)
+    assert isclose(op_rates(machine, processes=4).seconds({op: 1}), 0.5 + 4.0)
+    assert isclose(op_rates(device, processes=4).seconds({op: 1}), 1.0)
+
+
 def test_so_they_do_what_was_measured():
     measured = Attention("float32", (1, 3, 512, 512, 64), about(8e10), about(6e10))
     rates = op_rates(laptop(attention=[measured], cores=2, op_s=Spread(0.0, 0.0, 0.0)))

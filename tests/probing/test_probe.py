@@ -115,6 +115,7 @@ def test_what_was_measured_is_kept_for_this_machine_alone(machine):
         "device_name": "another",
         "processor": "another",
         "cores": facts.cores + 1,
+        "threads": None,  # of an older probe
         "host_memory_bytes": 2 * facts.host_memory_bytes,
         "versions": {**facts.versions, "torch": "1.0"},
     }

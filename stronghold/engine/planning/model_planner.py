@@ -54,8 +54,7 @@ class ModelPlanner:
         self.bytes = ChosenBytes(
             memory, computation, limits, machine.device, activations=activations, accumulate=accumulate
         )
-        of_device = memory.replicas if memory.is_host else 1  # replicas there have its cores in common
-        self._seconds = OpSeconds(machine, of_device)
+        self._seconds = OpSeconds(machine, memory.replicas)
         self.dtype = memory.dtype
         self._layers: dict[tuple[Any, ...], LayerWork] = {}
         self._machines: dict[tuple[Any, ...], Machine] = {}

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class OpSeconds:
-    """Answers for ``machine``, on which everything takes ``times`` as long as alone."""
+    """Answers for one of so many ``processes`` that compute on ``machine`` at the same time, where that is a host."""
 
-    def __init__(self, machine: MachineFile, times: int = 1) -> None:
-        self._machine, self._times = machine, times
+    def __init__(self, machine: MachineFile, processes: int = 1) -> None:
+        self._machine, self._processes = machine, processes
         self._rates: dict[Pace, OpRates] = {}
         self._known: dict[tuple[Pace, int], tuple[Counter[Op], float]] = {}
         """With the operators themselves: others could have their id once they are gone."""
@@ -39,8 +39,8 @@ class OpSeconds:
 
     def _uncached(self, ops: Mapping[Op, int], pace: Pace) -> float:
         if pace not in self._rates:
-            self._rates[pace] = op_rates(self._machine, pace)
-        return self._times * self._rates[pace].seconds(ops)
+            self._rates[pace] = op_rates(self._machine, pace, self._processes)
+        return self._rates[pace].seconds(ops)
 
 
 def computing_s(of: ModelComputation, seconds: OpSeconds, micro_batch: int | None) -> float:
