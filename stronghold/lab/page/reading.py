@@ -1,5 +1,6 @@
 """What a folder of results says of its runs, and what of it cannot be shown."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,7 +132,12 @@ def _run_folders(folder: Path) -> Iterator[Path]:
     if (folder / LOG_NAME).is_file():
         yield folder
     for pattern in (f"*/{LOG_NAME}", f"*/*/{LOG_NAME}", f"runs/*/*/{LOG_NAME}"):
-        yield from (path.parent for path in sorted(folder.glob(pattern)))
+        yield from (path.parent for path in sorted(folder.glob(pattern)) if not _is_process_of_run(path.parent))
+
+
+def _is_process_of_run(folder: Path) -> bool:
+    """Whether a run's other process writes its log there."""
+    return re.fullmatch(r"process-\d+", folder.name) is not None and (folder.parent / LOG_NAME).is_file()
 
 
 def _read_records(path: Path, found: _Found) -> None:

@@ -28,6 +28,14 @@ def test_logs_are_found_in_the_folder_in_a_folder_in_it_and_in_its_runs(tmp_path
     assert [len(run.steps) for run in read_page_results(tmp_path / "results").runs] == [3]
 
 
+def test_what_a_run_s_other_processes_log_is_no_run_of_its_own(tmp_path):
+    run = write_log(tmp_path, "x")
+    write_log(tmp_path, "other").rename(run / "process-1")
+    write_log(tmp_path, "process-2")  # a run that somebody has named so
+    found = [(one.name, len(one.steps)) for one in read_page_results(run.parent).runs]
+    assert found == [("process-2", 3), ("x", 3)]
+
+
 def test_what_is_cut_damaged_or_older_is_left_out_and_said(tmp_path):
     path = write_lines(
         tmp_path / "runs.jsonl",
