@@ -100,7 +100,7 @@ class RowCosts:
             self._rows[samples] = self._run(samples)
         return self._rows[samples]
 
-    def seconds(self, ops: Counter[Op], pace: Pace, processes: int = 1) -> float:
+    def seconds(self, ops: Counter[Op], pace: Pace, processes: int) -> float:
         """Returns what they take on the device, the host's launches with it where that is behind.
 
         So many ``processes`` do the same at the same time; where the host computes they have its cores in common.

@@ -77,7 +77,10 @@ class Watch:
         self._told = False
         """Whether this process has an error of its own, which it tells."""
         self._claimed = threading.Lock()
-        """Taken for good by who tells of a lost process: a thread that waited for it, or the watch's own."""
+        """Taken for good by who tells of a lost process: a thread that waited for it, or the watch's own.
+
+        Not one that a thread may take twice: a thread has the number of one that has ended.
+        """
         self._done = False
         """Whether it has ended in good order."""
         self.all_know = False
@@ -206,19 +209,22 @@ class Watch:
         deadline, limit_s = time.monotonic() + LOST_S, 6 * BEAT_S
         while time.monotonic() < deadline:
             if (lost := self._lost(limit_s)) is not None:
-                while self._ending is None:
-                    if self._claimed.acquire(timeout=BEAT_S):
-                        try:
-                            is_ours = self._is_to_tell(lost, limit_s)
-                            self._ending = LostProcessError(self._message(lost), ours=is_ours)
-                        except BaseException:  # Ctrl-C: nobody would end the wait of others
-                            self._claimed.release()
-                            raise
-                    # Else another thread is about to say so, or the watch's tells and ends this process.
-                return self._ending
+                return self._error_of(lost, limit_s)
             time.sleep(BEAT_S / 4)
         self.tell()
         return error
+
+    def _error_of(self, lost: int, limit_s: float) -> LostProcessError:
+        """Returns the one error that says so to all threads, whose own may wait for one another's end."""
+        while self._ending is None:
+            if not self._claimed.acquire(timeout=BEAT_S):
+                continue  # another thread is about to say so, or the watch's tells and ends this process
+            try:
+                self._ending = LostProcessError(self._message(lost), ours=self._is_to_tell(lost, limit_s))
+            except BaseException:  # Ctrl-C: nobody would end the wait of others
+                self._claimed.release()
+                raise
+        return self._ending
 
     def _run(self) -> None:
         while not self._over.wait(BEAT_S):

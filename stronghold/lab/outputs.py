@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import io
 import os
 import re
 import stat
 import tempfile
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stronghold.formats.mounts import check_no_mount
 from stronghold.formats.whole_file import write_whole
@@ -238,6 +239,13 @@ def write_output(what: str, path: PathLike, content: str | bytes) -> None:
         write_whole(path, content)
     except OSError as error:
         raise OSError(error.errno, f"cannot write the {what} ({error.strerror})", os.fspath(path)) from error
+
+
+def write_figure(figure: Any, path: PathLike, kind: str, **options: Any) -> None:
+    """Writes a matplotlib figure as a picture of that ``kind``, as :func:`write_output` does. Raises OSError."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=kind, **options)
+    write_output("figure", path, picture.getvalue())
 
 
 def checkpoints_over(

@@ -120,6 +120,11 @@ class MachineFile(Shown):
     threads: int | None = None
     version: int = VERSION
 
+    @property
+    def computing_threads(self) -> int:
+        """Those that share an operator of PyTorch's on the host: of files of older probes all cores."""
+        return self.cores if self.threads is None else self.threads
+
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the table's lines: (section, name, value)."""
         return machine_rows(self)

@@ -29,14 +29,13 @@ _LOW_HALF_BYTES = 2
 
 def op_rates(machine: MachineFile, pace: Pace = "likely", processes: int = 1) -> OpRates:
     """Returns what operators take on the machine's device, of which so many ``processes`` compute at the same time."""
-    threads = machine.cores if machine.threads is None else machine.threads
     flop_per_s: dict[tuple[str, str], list[Rate]] = {}
     for product in machine.matmul:
         rates = flop_per_s.setdefault(("matmul", product.dtype), [])
         rates.append(Rate(tuple(product.sizes), _rate(product.flop_per_s, pace)))
     for one in machine.attention:
         batch, heads, *_ = one.sizes
-        unevenly = imbalance(batch * heads, threads) if machine.is_host else 1.0
+        unevenly = imbalance(batch * heads, machine.computing_threads) if machine.is_host else 1.0
         for kind, measured, held_up in (
             ("attention", one.forward_flop_per_s, 1.0),
             ("attention backward", one.backward_flop_per_s, unevenly),
@@ -58,7 +57,7 @@ def op_rates(machine: MachineFile, pace: Pace = "likely", processes: int = 1) ->
         cache_bytes=machine.cache_bytes,
         op_s=_time(machine.op_s, pace),
         is_host=machine.is_host,
-        threads=threads,
+        threads=machine.computing_threads,
         processes=processes,
     )
 

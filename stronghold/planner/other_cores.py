@@ -32,7 +32,7 @@ def with_cores(machine: MachineFile, cores: int) -> MachineFile:
                 one.sizes,
                 _time(one.forward_flop_per_s, faster),
                 _time(
-                    one.backward_flop_per_s, faster * _evener(one, machine.threads or machine.cores, threads or cores)
+                    one.backward_flop_per_s, faster * _evener(one, machine.computing_threads, found.computing_threads)
                 ),
             )
             for one in machine.attention

@@ -1,6 +1,6 @@
 """A machine with another number of cores: what they do takes time in proportion, and nothing else does."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -47,6 +47,8 @@ def test_attention_is_as_fast_as_such_a_machine_would_have_been_measured_to_be()
     assert found.attention[0].backward_flop_per_s.likely == pytest.approx(2e10)
     assert wide.attention[0].backward_flop_per_s.likely == pytest.approx(6e10 / 3)  # 3 of 12 are at work, not 3 of 4
     assert wide.attention[0].forward_flop_per_s.likely == pytest.approx(6e10)
+    alone = with_cores(replace(measured, threads=1), 6)  # of three threads, as one of two cores was used
+    assert (alone.threads, alone.attention[0].backward_flop_per_s.likely) == (3, pytest.approx(3e10))
     op = Op("attention backward", "float32", (1, 24, 64, 64, 64), 10**10, 1, 24)
     taken_s = [op_rates(one).seconds({op: 1}) - one.op_s.likely for one in (measured, found, wide)]
     assert taken_s == pytest.approx([0.75, 0.75 / 2, 0.75 / 6])

@@ -1,6 +1,5 @@
 """A case's figure: what was measured in one panel, what the artifact measured in another, with its own scale."""
 
-import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from stronghold.lab.cases.points import Panel, Point, Shown, in_words
 from stronghold.lab.cases.published import CAVEAT
 from stronghold.lab.cases.series import SERIES
 from stronghold.lab.cases.table import format_value
-from stronghold.lab.outputs import write_output
+from stronghold.lab.outputs import write_figure
 from stronghold.units import format_bytes, format_count
 
 WRONG_COLOUR = "#C00000"
@@ -39,9 +38,8 @@ def save_figure(shown: Shown, stem: Path) -> list[Path]:
     with matplotlib.rc_context(_STYLE):
         figure = draw(shown)
         for path in paths:
-            kind, drawn = path.suffix[1:], io.BytesIO()
-            figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
-            write_output("figure", path, drawn.getvalue())
+            kind = path.suffix[1:]
+            write_figure(figure, path, kind, metadata={"Date": None} if kind == "svg" else None)
     return paths
 
 

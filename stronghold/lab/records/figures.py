@@ -1,12 +1,11 @@
 """Figures drawn from runs' logs alone."""
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stronghold.lab.outputs import PICTURES, write_output
+from stronghold.lab.outputs import PICTURES, write_figure
 from stronghold.lab.records.runs import WARM_UP_STEPS, Run, to_float, tokens_of
 
 # Okabe and Ito's palette: told apart by people of every colour vision; further runs change the dashes.
@@ -61,9 +60,7 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
             if len({step["step"] for run in runs for step in run.steps}) == 1:  # else parts of a step are marked
                 axes.set_xlim(runs[0].steps[0]["step"] - 1, runs[0].steps[0]["step"] + 1)
         _add_legend(figure, lines, _labels(runs))
-        drawn_bytes = io.BytesIO()  # written whole: a disk without space leaves the picture of before
-        figure.savefig(drawn_bytes, format=kind[1:] if (kind := path.suffix.lower()) in PICTURES else "png")
-        write_output("figure", path, drawn_bytes.getvalue())
+        write_figure(figure, path, kind[1:] if (kind := path.suffix.lower()) in PICTURES else "png")
     return path
 
 

@@ -1,6 +1,5 @@
 """Figures: what is drawn is what was recorded, panel by panel, and it says what it is of."""
 
-import resource
 from itertools import pairwise
 
 import pytest
@@ -99,20 +98,6 @@ def test_it_is_saved_as_png_and_svg(number, tmp_path, measure):
 
 def test_without_a_measurement_the_published_stands_alone():
     assert len(figure(4, []).axes) == 1
-
-
-def test_a_picture_that_cannot_be_written_leaves_the_one_of_before(tmp_path):
-    path = tmp_path / "case.png"
-    path.write_bytes(b"before")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"cannot write the figure.*case.png"):
-            save_figure(show(CASES[4], TINY, []), tmp_path / "case")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == b"before"
-    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

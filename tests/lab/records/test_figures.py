@@ -1,7 +1,6 @@
 """Figures: they show every run, and their running mean is one."""
 
 import math
-import resource
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -136,20 +135,6 @@ def test_no_step_is_refused_with_the_runs_name(tmp_path):
         draw_runs([run("one", 3), run("empty", 0)], tmp_path / "x.png")
     with pytest.raises(ValueError, match="got no run"):
         draw_runs([], tmp_path / "x.png")
-
-
-def test_a_picture_that_cannot_be_written_leaves_the_one_of_before(tmp_path):
-    path = tmp_path / "x.png"
-    path.write_bytes(b"before")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"cannot write the figure.*x.png"):
-            draw_runs([run("one", 3)], path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == b"before"
-    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
