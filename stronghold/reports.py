@@ -5,74 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stronghold.planned import PlannedStep
+from stronghold.step_times import StageTimes, StepTimes
 from stronghold.tables import Shown
-from stronghold.units import format_bytes, format_count, format_seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """One optimizer step: its time in seconds, and what crossed the link between host and device.
-
-    ``total_s`` is from the end of the step before, with so many backward ``passes``. The waits are the computation's:
-    for a layer's fetch from host memory, for a layer's update before its fetch, for a fetch from disk; ``compute_s`` is
-    the rest. ``spared_fetches`` are parts of experts that no token needed, not fetched in the forward pass. What the
-    disk has read and written since the end of the step before belongs, in part, to the updates of that step;
-    ``disk_busy_s`` is how long it was at it. ``reduced_bytes`` of gradients went to other replicas, as by a ring.
-    """
-
-    total_s: float
-    compute_s: float
-    fetch_wait_s: float
-    update_wait_s: float
-    disk_wait_s: float
-    fetches: int
-    fetched_bytes: int
-    gradient_bytes: int
-    reduced_bytes: int = 0
-    crossed_bytes: int = 0
-    disk_read_bytes: int = 0
-    disk_written_bytes: int = 0
-    disk_busy_s: float = 0.0
-    spared_fetches: int = 0
-    spared_bytes: int = 0
-    passes: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedStage:
-    """What a stage was planned to take in a step, and the most that it takes on the device in it."""
-
-    computing_s: float
-    waiting_s: float
-    peak_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """One stage in the last forward and backward pass of a batch.
-
-    ``computing_s`` is what its passes took, the fetches that they waited for with them. For ``waiting_s`` its process
-    computed none of its stages: it waited for others and until the ``sent_bytes`` had left, which PyTorch's schedules
-    wait for together. ``planned`` is None where nothing was measured to choose the stages.
-    """
-
-    stage: int
-    layers: int
-    computing_s: float
-    waiting_s: float
-    sent_bytes: int
-    planned: PlannedStage | None = None
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Returns the report's lines of it."""
-        computing, waiting = format_seconds(self.computing_s), format_seconds(self.waiting_s)
-        peak = []
-        if self.planned is not None:
-            computing += f", planned {format_seconds(self.planned.computing_s)}"
-            waiting += f", planned {format_seconds(self.planned.waiting_s)}"
-            peak = [("", "planned peak", format_bytes(self.planned.peak_bytes))]
-        sending = ("", "waiting, sending", f"{waiting}; {format_bytes(self.sent_bytes)} sent")
-        return [(f"stage {self.stage}", "computing", computing), sending, *peak]
+from stronghold.units import format_bytes, format_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,35 +134,12 @@ class Report(Shown):
             *([("", "layers' inputs", format_bytes(self.inputs_disk_bytes))] if self.inputs_disk_bytes else []),
             *([("", "note", "this is the system's own disk: training wears it")] if self.on_root_disk else []),
         ]
-        if (step := self.step) is not None:
-            rows += [
-                ("last step", "total", format_seconds(step.total_s)),
-                ("", "computing", _part(step.compute_s, step)),
-                ("", "waiting for a fetch", _part(step.fetch_wait_s, step)),
-                ("", "waiting for an update", _part(step.update_wait_s, step)),
-                ("", "waiting for disk", _part(step.disk_wait_s, step)),
-                ("", "fetched", f"{format_bytes(step.fetched_bytes)} in {step.fetches} fetches"),
-                *self._spared(step),
-                ("", "gradients down", format_bytes(step.gradient_bytes)),
-                *([("", "to replicas", format_bytes(step.reduced_bytes))] if step.reduced_bytes else []),
-                *([("", "to other machines", format_bytes(step.crossed_bytes))] if step.crossed_bytes else []),
-            ]
+        rows += self.step.rows() if self.step is not None else []
         rows += [row for one in self.stages for row in one.rows()]
-        if self.step is not None and self.disk_paths:
-            written = self.step.disk_written_bytes
-            rows += [
-                ("", "disk busy", _part(self.step.disk_busy_s, self.step)),
-                ("", "read from disk", format_bytes(self.step.disk_read_bytes)),
-                ("", "written to disk", f"{format_bytes(written)}, {written / 1e9:.3g} TB in a thousand steps"),
-            ]
+        rows += self.step.disk_rows() if self.step is not None and self.disk_paths else []
         if self.skipped_steps:
             rows.append(("steps", "skipped", f"{self.skipped_steps}, for gradients that were not finite"))
         return rows + self._planned_rows()
-
-    @staticmethod
-    def _spared(step: StepTimes) -> list[tuple[str, str, str]]:
-        spared = f"{format_bytes(step.spared_bytes)} in {step.spared_fetches} fetches spared"
-        return [("", "experts not needed", spared)] if step.spared_fetches else []
 
     def _planned_rows(self) -> list[tuple[str, str, str]]:
         if (planned := self.planned) is None:
@@ -236,7 +148,7 @@ class Report(Shown):
         rows = [("plan", "settings", planned.chosen), ("", "why", planned.reason)]
         if (step := self.step) is not None:
             peaks = {"device": self.peak_device_bytes} if self.peak_device_bytes else {}
-            rows += planned.of_passes(step.passes).rows(step.total_s, vars(step), peaks)
+            rows += planned.of_passes(step.passes).rows(step.training_s, vars(step), peaks)
         return rows
 
     def _resident(self) -> str:
@@ -293,8 +205,3 @@ class Measured(Shown):
         if self.disk_paths:
             rows += [("disk", "files", format_bytes(self.disk_bytes)), ("", "in", ", ".join(self.disk_paths))]
         return rows
-
-
-def _part(seconds: float, step: StepTimes) -> str:
-    share = f" ({seconds / step.total_s:.0%})" if step.total_s > 0 else ""
-    return f"{format_seconds(seconds)}{share}"

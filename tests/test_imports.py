@@ -17,6 +17,7 @@ ROOMS = {
     "tables": 0,
     "reports": 2,
     "spans": 0,
+    "step_times": 1,
     "units": 0,
     "version": 0,
     "settings": 1,
@@ -62,7 +63,7 @@ LAB = {
 ROOMS |= {f"lab.{name}": 10 + number for name, number in LAB.items()}
 EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
 # Records only, never the engine.
-RECORDS_MAY_IMPORT = {"reports", "errors", "spans", "units", "lab.outputs", "lab.command", "lab.settings"}
+RECORDS_MAY_IMPORT = {"reports", "step_times", "errors", "spans", "units", "lab.outputs", "lab.command", "lab.settings"}
 READS_RECORDS = {"lab.records", "lab.page", "lab.cases"}
 BELOW_THE_ENGINE = {"native", "device", "unit", "store", "optim", "window"}
 PURE = {"schedule", "planner"}  # decisions over numbers, without torch

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from stronghold.reports import Measured, Report, StepTimes
+from stronghold.reports import Measured, Report
+from stronghold.step_times import StepTimes
 from stronghold.tables import table
 
 STEP = StepTimes(

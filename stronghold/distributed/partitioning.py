@@ -20,7 +20,7 @@ from stronghold.planner.machine_rates import messages_s
 from stronghold.planner.partition import equal_sizes, partition
 from stronghold.planner.partition_file import partition_of, read_partition
 from stronghold.planner.pipeline_order import Pipeline
-from stronghold.reports import PlannedStage
+from stronghold.step_times import PlannedStage
 
 BALANCES = ("time", "memory", "layers")
 """What stages can have in equal parts, as nearly as layers allow."""

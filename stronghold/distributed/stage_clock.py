@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from stronghold.device import Device
 from stronghold.planner.partition import Partition, played
 from stronghold.planner.pipeline_order import Pipeline
-from stronghold.reports import PlannedStage, StageTimes
+from stronghold.step_times import PlannedStage, StageTimes
 
 
 class StageClock:

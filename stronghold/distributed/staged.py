@@ -24,8 +24,8 @@ from stronghold.engine import engine_of, follow, keep_activations, offload_share
 from stronghold.errors import ParallelError
 from stronghold.formats.kept_in_fp32 import keep_in_fp32, mark_kept_in_fp32
 from stronghold.planner.pipeline_order import Pipeline
-from stronghold.reports import PlannedStage, StageTimes
 from stronghold.settings import OffloadSettings
+from stronghold.step_times import PlannedStage, StageTimes
 from stronghold.unit import unit_of
 from stronghold.weights import Weights
 

@@ -115,8 +115,8 @@ class Engine:
         """Makes a window of so many slots, beside what is resident now, as it was ``planned``."""
         self.window, self.planned = Window(self.layers, window, self.device, self.store, self.waits), planned
         self.held.on_device(self.window, self.gradients)
-        fetched, sent = self.window.traffic, self.gradients.grad_offload.traffic
-        self.stopwatch = Stopwatch(self.waits, fetched, sent, self.store.counters)
+        moved = self.window.traffic, self.gradients.grad_offload.traffic
+        self.stopwatch = Stopwatch(self.waits, *moved, self.store.counters)
 
     def _placed(self, placement: Placement, settings: OffloadSettings, weights: Source | Reopened) -> Store:
         """Returns the store with all units in it, each with its values."""
@@ -157,12 +157,11 @@ class Engine:
         for module, name in placement.buffers:
             if (moved := module._buffers[name]) is not None:
                 self.replicas.take_first(moved, common=False)
-        layers = zip(placement.modules, self.layers, strict=True)
         # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
         beside, again = placement.beside, len(self.layers) - kept
         self._blocks = [
             weakref.ref(Block(module, unit, self, keep=i >= again, beside=[beside[i]] if i in beside else []))
-            for i, (module, unit) in enumerate(layers)
+            for i, (module, unit) in enumerate(zip(placement.modules, self.layers, strict=True))
         ]
         self._root = Root(self._hooks, self.units)
         self._root.add(placement.root)
@@ -252,6 +251,7 @@ class Engine:
         self.take_writes(block.unit)
         if block.layer == 0 and not self._root.same():
             self.refuse_changes()
+        self.stopwatch.come_back(block.module)
         if torch.is_grad_enabled():
             check_not_averaged(block.unit, self.units)
             self._hooks.on_layer(block.unit)
@@ -363,8 +363,7 @@ class Engine:
         return self.gradients.parts.arriving(unit, index, gradient)
 
     def _close_layer(self, *, failed: bool = False) -> None:
-        layer = self.gradients.layer
-        if layer is None:
+        if (layer := self.gradients.layer) is None:
             return
         self.window.computed(layer, backward=True)
         done = None
@@ -391,6 +390,7 @@ class Engine:
         if self._backward_open:
             self.gradients.publish(failed=failed)
             self._backward_open = False
+            self.stopwatch.leave(more=self.gradients.more)
         self.device_gradients.close()
         self.gradients.parts.forget()
 

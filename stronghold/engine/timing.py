@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
 
 from stronghold.device import Waits
 from stronghold.native import DiskCounters
-from stronghold.reports import StepTimes
+from stronghold.step_times import StepTimes
 from stronghold.window import Traffic
+
+_Stamps = deque[tuple[object, object]]
+"""When something has begun and ended, by the device's clock."""
 
 
 class Stopwatch:
-    """Cuts the engine's traffic at each optimizer step, and adds it up when asked."""
+    """Cuts the engine's traffic at each optimizer step, and adds it up when asked.
+
+    From the end of a step, or of a backward pass, to the next training pass the model is left alone: there a loader
+    reads, a checkpoint is written, an evaluation runs. That time is told apart, and waits in it are not the step's.
+    """
 
     def __init__(self, waits: Waits, fetched: Traffic, gradients: Traffic, disk: Callable[[], DiskCounters]) -> None:
         self._device, self._waits = waits.device, waits
@@ -20,8 +31,28 @@ class Stopwatch:
         self._disk = disk
         self._moved = disk()
         self._begin = waits.device.stamp()
-        self._last: tuple[object, object, Traffic, Traffic, DiskCounters] | None = None
+        self._left: object | None = self._begin
+        """Since when the model is left alone, None while it trains."""
+        self._waited = Traffic()
+        """What was waited for in this step until it was left alone the last time."""
+        self._outside: _Stamps = deque()
+        self._last: tuple[object, object, Traffic, Traffic, DiskCounters, _Stamps] | None = None
         self._known: StepTimes | None = None
+
+    def leave(self, *, more: bool) -> None:
+        """Called at the end of a backward pass: the model is left alone, unless ``more`` of a pipeline follow."""
+        if self._left is None and not more:
+            self._keep_waits()
+            self._left = self._device.stamp()
+
+    def come_back(self, layer: nn.Module) -> None:
+        """Called when a layer is about to compute, in training or not."""
+        # Without gradients in a reentrant checkpoint's first run, with them where a model is fine-tuned in eval mode.
+        if self._left is not None and (torch.is_grad_enabled() or layer.training):
+            for _, waits in self._waits_by_kind():
+                waits.clear()
+            self._outside.append((self._left, self._device.stamp()))
+            self._left = None
 
     def lap(self) -> None:
         """Ends one step and begins the next; waits for nothing."""
@@ -31,27 +62,31 @@ class Stopwatch:
             written_bytes=moved.written_bytes - self._moved.written_bytes,
             busy_s=moved.busy_s - self._moved.busy_s,
         )
+        self._keep_waits()
         fetched, gradients = self._fetched.cut(), self._gradients.cut()
-        fetched.update_waits += gradients.update_waits
-        fetched.update_waits += self._waits.for_updates
-        self._waits.for_updates.clear()
-        self._last = (self._begin, now, fetched, gradients, disk)
-        self._begin, self._moved, self._known = now, moved, None
+        fetched.fetch_waits, fetched.update_waits = self._waited.fetch_waits, self._waited.update_waits
+        fetched.disk_waits = self._waited.disk_waits
+        self._last = (self._begin, now, fetched, gradients, disk, self._outside)
+        self._waited, self._outside = Traffic(), deque()
+        self._begin = self._left = now
+        self._moved, self._known = moved, None
 
     def last(self) -> StepTimes | None:
         """Returns the times of the last step that was taken, or None before the first."""
         if self._last is not None and self._known is None:
-            begin, end, traffic, gradients, disk = self._last
-            fetch_wait_s = sum(self._device.seconds(*pair) for pair in traffic.fetch_waits)
-            update_wait_s = sum(self._device.seconds(*pair) for pair in traffic.update_waits)
-            disk_wait_s = sum(self._device.seconds(*pair) for pair in traffic.disk_waits)
+            begin, end, traffic, gradients, disk, outside = self._last
+            fetch_wait_s = self._seconds(traffic.fetch_waits)
+            update_wait_s = self._seconds(traffic.update_waits)
+            disk_wait_s = self._seconds(traffic.disk_waits)
+            outside_s = self._seconds(outside)
             total_s = self._device.seconds(begin, end)
             self._known = StepTimes(
                 total_s=total_s,
-                compute_s=max(0.0, total_s - fetch_wait_s - update_wait_s - disk_wait_s),
+                compute_s=max(0.0, total_s - outside_s - fetch_wait_s - update_wait_s - disk_wait_s),
                 fetch_wait_s=fetch_wait_s,
                 update_wait_s=update_wait_s,
                 disk_wait_s=disk_wait_s,
+                outside_s=outside_s,
                 fetches=traffic.fetches,
                 fetched_bytes=traffic.fetched_bytes,
                 gradient_bytes=gradients.gradient_bytes,
@@ -65,3 +100,19 @@ class Stopwatch:
                 passes=max(1, gradients.passes),
             )
         return self._known
+
+    def _seconds(self, stamps: _Stamps) -> float:
+        return sum(self._device.seconds(*pair) for pair in stamps)
+
+    def _keep_waits(self) -> None:
+        for kept, waits in self._waits_by_kind():
+            kept += waits
+            waits.clear()
+
+    def _waits_by_kind(self) -> Iterator[tuple[_Stamps, _Stamps]]:
+        """Yields what was waited for until now, as kept for the step and as it comes, by kind and place."""
+        for traffic in (self._fetched, self._gradients):
+            yield self._waited.fetch_waits, traffic.fetch_waits
+            yield self._waited.update_waits, traffic.update_waits
+            yield self._waited.disk_waits, traffic.disk_waits
+        yield self._waited.update_waits, self._waits.for_updates

@@ -57,7 +57,7 @@ from stronghold.weights import Weights
 
 _OF_A_STEP = ("step", "iteration_s", "disk_read_bytes", "disk_written_bytes")
 """What the record of a run keeps of each step beside its loss; the run's own log has all."""
-_SPLIT = ("compute_s", "fetch_wait_s", "update_wait_s", "disk_wait_s")
+_SPLIT = ("compute_s", "fetch_wait_s", "update_wait_s", "disk_wait_s", "outside_s")
 """The same, of a method that says where its time goes."""
 
 
@@ -226,6 +226,7 @@ def of_report(report: Report | Measured | StagesReport) -> Record:
         "fetch_wait_s": times.fetch_wait_s if times else 0.0,
         "update_wait_s": times.update_wait_s if times else 0.0,
         "disk_wait_s": times.disk_wait_s if times else 0.0,
+        "outside_s": times.outside_s if times else 0.0,
         "disk_busy_s": times.disk_busy_s if times else 0.0,
         "disk_read_bytes": times.disk_read_bytes if times else 0,
         "disk_written_bytes": times.disk_written_bytes if times else 0,

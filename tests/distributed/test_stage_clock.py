@@ -14,7 +14,7 @@ from stronghold.device import Device
 from stronghold.distributed.stage_clock import StageClock, planned_stages
 from stronghold.planner.partition import Partition, StagePlan
 from stronghold.planner.pipeline_order import Pipeline
-from stronghold.reports import PlannedStage
+from stronghold.step_times import PlannedStage
 from tests.distributed.launched import launch
 from tests.distributed.waiting import Waiting
 

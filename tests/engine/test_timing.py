@@ -1,5 +1,11 @@
 """Where a step's time went."""
 
+import time
+
+import torch
+from torch import nn
+
+from stronghold import AdamW, offload, report
 from stronghold.device import Waits
 from stronghold.engine.timing import Stopwatch
 from stronghold.native import DiskCounters
@@ -55,3 +61,77 @@ def test_computing_is_never_less_than_nothing():
     clock.now = 4.0
     watch.lap()
     assert watch.last().compute_s == 0.0
+
+
+def stopwatch():
+    clock, fetched = Clock(), Traffic()
+    nothing = DiskCounters(read_bytes=0, written_bytes=0, busy_s=0.0)
+    return clock, fetched, Stopwatch(Waits(clock), fetched, Traffic(), lambda: nothing)
+
+
+def test_what_lies_between_steps_and_passes_is_not_computing():
+    clock, fetched, watch = stopwatch()
+    layer = nn.Linear(1, 1)
+    clock.now = 1.0
+    watch.lap()
+
+    fetched.fetch_waits.append((2.0, 3.0))  # an evaluation's
+    clock.now = 4.0
+    with torch.no_grad():
+        watch.come_back(layer.eval())
+    assert watch.last().total_s == 1.0
+    clock.now = 5.0
+    watch.come_back(layer)  # the first pass, 4 s behind the step
+    fetched.fetch_waits.append((5.0, 5.5))
+    clock.now = 7.0
+    watch.come_back(layer)  # a further layer
+    watch.leave(more=True)  # as in a pipeline: nothing lies between
+    clock.now = 8.0
+    watch.leave(more=False)
+    fetched.fetch_waits.append((8.0, 8.25))
+    clock.now = 8.5
+    watch.leave(more=False)
+    with torch.no_grad():
+        watch.come_back(layer.train())  # the second pass, in a checkpoint without gradients
+    fetched.disk_waits.append((9.0, 9.125))
+    clock.now = 10.0
+    watch.leave(more=False)
+    clock.now = 11.0
+    watch.lap()  # clipping and the step are the step's
+    step = watch.last()
+    assert (step.total_s, step.outside_s, step.fetch_wait_s, step.disk_wait_s) == (10.0, 4.5, 0.5, 0.125)
+    assert step.compute_s == 10.0 - 4.5 - 0.5 - 0.125
+    assert step.training_s == 5.5
+
+    clock.now = 12.0
+    watch.come_back(layer)
+    clock.now = 14.0
+    watch.lap()
+    step = watch.last()
+    assert (step.total_s, step.outside_s, step.fetch_wait_s, step.compute_s) == (3.0, 1.0, 0.0, 2.0)
+
+
+def test_evaluating_between_two_steps_is_told_apart():
+    model = offload(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), device="cpu", window=1)
+    optimizer = AdamW(model.parameters())
+
+    def pause(layer, inputs):
+        time.sleep(0.05)
+
+    sample = torch.ones(2, 8)
+    for passes in (1, 2):
+        model(sample).sum().backward()
+        optimizer.step()
+        hook = model[0].register_forward_pre_hook(pause)
+        with torch.no_grad():
+            model.eval()(sample)
+        hook.remove()
+        for _ in range(passes):
+            model.train()(sample).sum().backward()
+            time.sleep(0.05)
+        optimizer.step()
+        step = report(model).step
+        # Behind the last pass it is the step's.
+        assert 0.05 * passes < step.outside_s < step.total_s - 0.05
+        assert step.compute_s < step.total_s - step.outside_s
+    assert "beside training" in str(report(model))

@@ -175,7 +175,7 @@ def test_the_logs_hold_settings_machine_and_summary(settings, tmp_path):
     assert record["settings"] == logged.start["settings"]
     assert record["losses"] == [step["loss"] for step in logged.steps]
     assert [step["iteration_s"] for step in record["steps"]] == [step["iteration_s"] for step in logged.steps]
-    split = {"compute_s", "fetch_wait_s", "update_wait_s", "disk_wait_s"}
+    split = {"compute_s", "fetch_wait_s", "update_wait_s", "disk_wait_s", "outside_s"}
     assert {*split, "disk_written_bytes"} < record["steps"][0].keys()
     placement = record["placement"]
     assert (placement["window"], placement["resident"]) == (0, 2)  # what "auto" came to

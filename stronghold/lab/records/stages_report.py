@@ -8,7 +8,8 @@ from statistics import fmean
 from rich.console import Group
 from rich.table import Table
 
-from stronghold.reports import Report, StepTimes
+from stronghold.reports import Report
+from stronghold.step_times import StepTimes
 from stronghold.units import format_bytes, format_count, format_seconds
 
 
@@ -70,6 +71,7 @@ class StagesReport:
             fetch_wait_s=fmean(step.fetch_wait_s for step in steps),
             update_wait_s=fmean(step.update_wait_s for step in steps),
             disk_wait_s=fmean(step.disk_wait_s for step in steps),
+            outside_s=fmean(step.outside_s for step in steps),
             disk_busy_s=fmean(step.disk_busy_s for step in steps),
             fetches=sum(step.fetches for step in steps),
             fetched_bytes=sum(step.fetched_bytes for step in steps),

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from stronghold.lab.records.stages_report import StagesReport
-from stronghold.reports import PlannedStage, StageTimes
+from stronghold.step_times import PlannedStage, StageTimes
 from tests.test_reports import STEP, report
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from stronghold.reports import StepTimes
+from stronghold.step_times import StepTimes
 
 
 class Swap:

@@ -6,7 +6,8 @@ import psutil
 import torch
 
 from stronghold.lab.settings import TrainSettings
-from stronghold.reports import Measured, StepTimes
+from stronghold.reports import Measured
+from stronghold.step_times import StepTimes
 
 
 def measure(
