@@ -21,7 +21,7 @@ def partition_table(found: Partition, pipeline: Pipeline) -> Table:
     the share of its time for which it waits for the slowest while the pipeline is full. ``process`` is there where one
     has several stages.
     """
-    table = Table(title="stages, and a micro-batch in each", box=box.SQUARE)
+    table = Table(title="stages, and a micro-batch in each", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     several = pipeline.stages > pipeline.devices
     held_up = any(stage.longest != RESOURCES[0] for stage in found.stages)
     for name in (
@@ -36,7 +36,7 @@ def partition_table(found: Partition, pipeline: Pipeline) -> Table:
         "bytes",
         "idle",
     ):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")  # narrow, nothing is cut off
     for number, (stage, idle) in enumerate(zip(found.stages, found.idle_shares, strict=True)):
         table.add_row(
             str(number),

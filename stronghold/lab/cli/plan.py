@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stronghold.lab.cli.adapter_arguments import add_adapters, given_adapters
 from stronghold.lab.cli.parser import Commands, Help
-from stronghold.lab.cli.profiled import add_profile, check_no_profile, run_profiled
+from stronghold.lab.cli.profiled import BATCH, add_profile, check_no_profile, run_profiled
 from stronghold.lab.cli.shared_arguments import (
     SHAPE,
     Group,
@@ -65,8 +65,8 @@ def add_plan(commands: Commands) -> None:
     add_shape(model)
     add_adapters(command.add_argument_group("adapters of MODEL (default: all weights are trained)"))
     step = command.add_argument_group("step")
-    step.add_argument("--batch", type=whole, default=4, metavar="N", help="samples (default: 4)")
-    step.add_argument("--seq", type=whole, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
+    step.add_argument("--batch", type=whole, metavar="N", help=f"samples (default: {BATCH})")
+    step.add_argument("--seq", type=whole, metavar="N", help="tokens in a sample (default: 1024)")
     step.add_argument(
         "--accumulate", type=whole, metavar="N", help="batches whose gradients a step adds up (default: 1)"
     )
@@ -156,8 +156,8 @@ def _run(options: argparse.Namespace) -> int:
     settings = PlanSettings(
         model=ModelSettings(path=options.model, **{**SHAPE, **shape}),
         adapters=given_adapters(options),
-        batch=options.batch,
-        sequence=options.seq,
+        batch=BATCH if options.batch is None else options.batch,
+        sequence=1024 if options.seq is None else options.seq,
         dtype=options.dtype,
         store=options.disk or "ram",
         states=("fp32", "8bit") if options.states == "any" else (options.states,),

@@ -7,9 +7,11 @@ import os
 from stronghold.lab.cli.adapter_arguments import ADAPTER_DEFAULTS
 from stronghold.lab.cli.shared_arguments import Group, given_shape, path, source, whole
 
+BATCH = 4
+"""Samples of a step, where none are given."""
 _UNUSED = (
     *("machine", "card", "device", "host_memory", "disk", "window", "resident", "micro_batch", "activations", "update"),
-    *("picture", "processes", "cores", "experts_per_part", "accumulate"),
+    *("picture", "processes", "cores", "experts_per_part", "accumulate", "seq"),
     *ADAPTER_DEFAULTS,
 )
 """Arguments of the command that say nothing of such a plan."""
@@ -77,7 +79,7 @@ def run_profiled(options: argparse.Namespace) -> int:
     )
     memory_bytes = parse_bytes(options.device_memory)
     if options.replay is None:
-        found = search(profile, cluster, batch=options.batch, memory_bytes=memory_bytes)
+        found = search(profile, cluster, batch=options.batch or BATCH, memory_bytes=memory_bytes)
         plan, prediction = found.plan, found.prediction
     else:
         plan = read_operator_plan(options.replay)
@@ -85,6 +87,11 @@ def run_profiled(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"a plan must be for the model and the devices that are given (got one of {plan.model} on "
                 f"{plan.devices} devices, for {profile.model} on {cluster.devices}); pass what it was made for"
+            )
+        if options.batch not in (None, plan.batch):
+            raise ValueError(
+                f"a plan is for the samples that it was made for (got --batch {options.batch}, a plan for "
+                f"{plan.batch}); leave --batch out, or search without --replay"
             )
         prediction = predict(profile, plan, cluster.devices_per_node)
     console = Console()

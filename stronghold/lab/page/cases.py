@@ -15,7 +15,10 @@ from stronghold.lab.records.agreement import disagreements
 
 
 def case_figures(folder: str | Path) -> tuple[list[Figure], list[str]]:
-    """Returns a figure for each case, setting and machine that ``folder`` has runs of, and notes on what has none."""
+    """Returns a figure for each case, setting and machine that ``folder`` has runs of, and notes on what has none.
+
+    A folder without any figure has no notes either.
+    """
     figures: list[Figure] = []
     notes: list[str] = []
     if not Path(folder).is_dir():
@@ -31,7 +34,7 @@ def case_figures(folder: str | Path) -> tuple[list[Figure], list[str]]:
                     figures.append(_figure(shown))
         if len(figures) == drawn:
             notes.append(f"case {case.number} ({case.title}) has no runs: examples/case{case.number}_run.sh makes them")
-    return figures, notes
+    return figures, notes if figures else []  # a folder of other runs has nothing to do with the cases
 
 
 def _figure(shown: Shown) -> Figure:

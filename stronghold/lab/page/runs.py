@@ -88,13 +88,14 @@ def _value(machine: Any, path: Sequence[str]) -> Iterator[str]:
 
 def _model(run: RecordedRun) -> str:
     settings = run.settings
-    shape = settings["path"] if settings.get("path") else f"{settings['layers']} x {settings['hidden']}"
+    folder = settings.get("path") or settings.get("model")  # as train names it, and as finetune does
+    shape = folder or f"{settings['layers']} x {settings['hidden']}"
     return f"{format_count(run.parameters)} ({shape})"
 
 
 def _window(run: RecordedRun) -> str:
     """Other methods have no window, whatever their settings say."""
-    return str(run.settings["window"]) if run.settings.get("method") == "stronghold" else ""
+    return str(run.settings["window"]) if run.settings.get("method") in ("stronghold", "stronghold finetune") else ""
 
 
 def _iteration(run: RecordedRun) -> str:

@@ -90,7 +90,7 @@ class StagesReport:
         """Returns a line for each stage of each replica, its last batch and peak bytes, and below what was planned."""
         result = Table(title="stages in the last batch; waiting is with sending", title_justify="left")
         for name in ("stage", "layers", "", "computing", "waiting", "sent", "peak"):
-            result.add_column(name, justify="right", no_wrap=True)
+            result.add_column(name, justify="right", overflow="fold")
         found = [(times, one) for one in self.reports for times in one.stages]
         for times, one in sorted(found, key=lambda each: each[0].stage):
             result.add_row(
@@ -110,7 +110,7 @@ class StagesReport:
     def _processes(self) -> Table:
         result = Table(title="processes", title_justify="left")
         for name in ("process", "layers", "parameters", "window", "device", "host", "disk"):
-            result.add_column(name, justify="right", no_wrap=True)
+            result.add_column(name, justify="right", overflow="fold")
         for number, one in enumerate(self.reports):
             result.add_row(
                 str(number),

@@ -339,7 +339,10 @@ def test_it_trains_and_saves(place: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["finetune", "run.yaml", "--save", "tuned", "--device", "cpu"]) == 0
     assert "model saved in tuned, with the tokenizer" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained("tuned").config.num_hidden_layers == 3
-    assert cli.main(["report", "o"]) == 0  # its log is one that the page of results reads
+    assert cli.main(["report", "o", "-o", "page.html"]) == 0  # its log is one that the page of results reads
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", Path("page.html").read_text())
+    assert cells[:3] == ["stronghold finetune", "8.6 k (model)", "1"]
+    assert capsys.readouterr().err.count("note: ") == 1  # that there is no timeline
 
 
 def test_the_tutorial_runs_from_its_first_command_to_its_last_line(

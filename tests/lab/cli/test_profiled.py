@@ -26,6 +26,9 @@ def test_a_plan_is_shown_written_and_replayed(folder, tmp_path, capsys):
     assert f"{found['predicted_step_s']:.4g} s, by the profile" in shown
     assert main(["plan", "toy_a", "--profile", str(folder), *ARGUMENTS, "--replay", str(plan)]) == 0
     assert capsys.readouterr().out.splitlines() == [line for line in shown.splitlines() if "plan.json" not in line]
+    other = ["--batch", "16", "--replay", str(plan)]
+    assert main(["plan", "toy_a", "--profile", str(folder), *ARGUMENTS, *other]) == 2
+    assert "got --batch 16, a plan for 8" in capsys.readouterr().err
 
 
 def test_a_plan_with_degrees_says_that_they_are_not_executed(folder, tmp_path, capsys):
@@ -46,6 +49,7 @@ def test_a_plan_with_degrees_says_that_they_are_not_executed(folder, tmp_path, c
         (["--window", "2"], "over operators alone (got --window)"),
         (["--hidden", "64"], "over operators alone (got --hidden)"),
         (["--processes", "2"], "over operators alone (got --processes)"),
+        (["--seq", "128"], "over operators alone (got --seq)"),
         (["--cores", "8"], "over operators alone (got --cores)"),
         (["--experts-per-part", "2"], "over operators alone (got --experts-per-part)"),
         (["-l", "4"], "must not be given"),
