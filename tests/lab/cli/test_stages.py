@@ -76,8 +76,9 @@ def run(capsys, *arguments):
 
 def rows(shown):
     """Returns the table's cells, line by line, without its head."""
-    lines = [line for line in shown.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines[1:]]
+    lines = [line.strip() for line in shown.splitlines()]
+    head = next(number for number, line in enumerate(lines) if line.startswith("─"))
+    return [re.split(r"  +", line) for line in lines[head + 1 : lines.index("", head)]]
 
 
 def test_the_table_says_what_each_stage_takes_and_how_far_it_is_from_the_ideal(capsys, measured):
