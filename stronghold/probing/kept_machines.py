@@ -107,6 +107,6 @@ def keep_machine(machine: MachineFile, facts: Facts) -> Path:
 
 def _unwritable(path: Path, error: OSError) -> StrongholdError:
     return StrongholdError(
-        f"what is measured must be kept in {path.parent} (got {error.strerror or error}); make that directory "
-        "writable, or pass keep=False (--no-keep) and write the result to a file of your own (-o)"
+        f"what is measured must be kept in {path.parent} (got {error.strerror or error}); have that "
+        "directory take a file, or pass keep=False (--no-keep) and write the result to a file of your own (-o)"
     )

@@ -215,7 +215,7 @@ def test_a_machine_is_kept_in_the_home_at_hand(machine, home, monkeypatch, tmp_p
 def test_what_cannot_be_kept_is_refused_before_it_is_measured(home, monkeypatch, tmp_path):
     (tmp_path / ".cache").write_text("a file")
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(StrongholdError, match=r"must be kept in .*make that directory writable, or pass keep=False"):
+    with pytest.raises(StrongholdError, match=r"must be kept in .*have that directory take a file, or pass keep=False"):
         stronghold.probe("cpu", seconds=1, progress=lambda *_: pytest.fail("it was measured"))
 
 

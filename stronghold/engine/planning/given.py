@@ -53,10 +53,17 @@ def machine_given(machine: MachineFile | str | os.PathLike[str] | None) -> Machi
 def check_plan(plan: TrainingPlan, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Raises ValueError where ``plan`` is of another model, machine or compute type than ``dtype``, or the model's."""
     parameters = sum(count_of(p) for _, p in all_parameters(model))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if parameters != plan.parameters:
         raise ValueError(
             f"a plan is of one model (got the plan of {plan.model}, {plan.parameters:,} parameters, for a "
             f"{type(model).__name__} of {parameters:,}); plan for this one: stronghold plan -o plan.json"
+        )
+    if trained != plan.trained_parameters:
+        raise ValueError(
+            f"a plan is for the parameters that are trained (got the plan of {plan.model}, {plan.trained_parameters:,} "
+            f"of them, for a {type(model).__name__} that trains {trained:,}); plan for this one: stronghold plan -o "
+            "plan.json"
         )
     here = facts_of(device).device_name
     if here != plan.machine:

@@ -288,6 +288,9 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(here):
     elsewhere = stronghold.plan(gpt(), machine=here[-1], batch=4, sequence=32)
     other = stronghold.plan(GPT(replace(CONFIG, layers=5)), machine=this_machine(here), batch=4, sequence=32)
     in_bf16 = stronghold.plan(gpt(), machine=this_machine(here), batch=4, sequence=32, dtype=torch.bfloat16)
+    frozen = gpt()
+    next(frozen.parameters()).requires_grad_(False)
+    of_frozen = stronghold.plan(frozen, machine=this_machine(here), batch=4, sequence=32)
     model = gpt()
     before = copy.deepcopy(model.state_dict())
     for settings, match in (
@@ -299,6 +302,7 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(here):
         ({"plan": plan, "activations": "recompute"}, "got activations='recompute' beside one with 'keep'"),
         ({"plan": plan, "store": "elsewhere"}, "got store='elsewhere' beside one with 'ram'"),
         ({"plan": other}, "a plan is of one model"),
+        ({"plan": of_frozen}, f"a plan is for the parameters that are trained .*that trains {plan.parameters:,}"),
         ({"plan": elsewhere}, "a plan is of one machine"),
         (
             {"plan": in_bf16},
