@@ -20,6 +20,7 @@ from stronghold.lab.methods.ordinary import recompute_layers
 from stronghold.lab.models.gpt import GPT
 from stronghold.optim.adamw_on_device import scratch_bytes
 from stronghold.reports import Report
+from stronghold.unit import is_packed
 
 LR, WEIGHT_DECAY = 3e-4, 0.1
 
@@ -133,7 +134,13 @@ def away(got: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what stronghold.save writes: under the same names, however a model's parameters are cut apart."""
+    """Returns what stronghold.save writes: under the same names, however a model's parameters are cut apart.
+
+    Of a model with quantised weights, which it does not write, what is trained.
+    """
+    if any(is_packed(parameter) for parameter in model.parameters()):
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return {name: parameter.detach().cpu().float().clone() for name, parameter in trained.items()}
     with tempfile.TemporaryDirectory() as folder:
         stronghold.save(model, folder, dtype=torch.float32)
         return {name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()}

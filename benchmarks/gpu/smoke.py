@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
 import math
 import os
 import re
@@ -196,6 +197,10 @@ def moved_away(got: Values, wanted: Values, before: Values) -> dict[str, float]:
 def _model(learner: Learner) -> nn.Module:
     torch.manual_seed(0)
     model = _built(learner.model)
+    if learner.int8:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model, Int8WeightOnlyConfig())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith(learner.trained))
     return model
@@ -222,9 +227,10 @@ def _join_alone(device: torch.device) -> None:
 
 
 def modes_on(device: torch.device) -> list[str]:
-    """Returns the modes that PyTorch can do there."""
-    every = device.type in COMPILED_FOR
-    return [n for n, mode in MODES.items() if every or not mode.compiles or mode.offload.get("activations") == "keep"]
+    """Returns the modes that PyTorch can do there, and those with torchao where it is installed."""
+    every, quantises = device.type in COMPILED_FOR, importlib.util.find_spec("torchao") is not None
+    modes = {name: mode for name, mode in MODES.items() if quantises or not mode.int8}
+    return [n for n, mode in modes.items() if every or not mode.compiles or mode.offload.get("activations") == "keep"]
 
 
 def call_of(name: str) -> dict[str, Any]:

@@ -30,7 +30,8 @@ QWEN3_MOE: dict[str, Any] = LLAMA | {
 class Learner:
     """What learns: ``model`` "gpt", "llama" or "qwen3-moe", the last two of transformers; by AdamW, or ``muon``.
 
-    Parameters whose names do not end with ``trained`` are frozen. Batches are cut into ``accumulate`` parts.
+    Parameters whose names do not end with ``trained`` are frozen. Batches are cut into ``accumulate`` parts. With
+    ``int8`` the weights of linear layers are torchao's, quantised to 8 bits and frozen.
     """
 
     model: str = "gpt"
@@ -39,6 +40,7 @@ class Learner:
     trained: str = ""
     accumulate: int = 1
     clip: float | None = None
+    int8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,13 @@ MODES: dict[str, Mode] = {
     "biases alone, bf16": Mode(offload={"window": 2}, trained=".bias", dtype="bf16"),
     "biases alone, from disk, in_backward": Mode(
         offload={"window": 2, "store": "DISK"}, optimizer=IN_BACKWARD, trained=".bias"
+    ),
+    "biases of an 8-bit model": Mode(offload={"window": 2}, trained=".bias", int8=True),
+    "biases of an 8-bit model, bf16, from disk": Mode(
+        offload={"window": 2, "store": "DISK"}, trained=".bias", int8=True, dtype="bf16"
+    ),
+    "biases of an 8-bit model, activations on the host": Mode(
+        offload={"window": 2, "activations": "host"}, trained=".bias", int8=True
     ),
     "Muon": Mode(offload={"window": 2}, muon=True),
     "Muon, from disk, in_backward": Mode(offload={"window": 2, "store": "DISK"}, optimizer=IN_BACKWARD, muon=True),
