@@ -142,7 +142,7 @@ class Activations:
         place = next((i for i, run in enumerate(alive) if run is inputs), 0)
         coming = alive[:place][::-1]
         if coming and coming[0] not in self._slots:
-            self._bring_up(coming[0])
+            self._bring_up(coming[0], spared=slot)
         self.shelf.expect(coming)
         return packed.view(slot.flat, packed.offset)
 
@@ -158,9 +158,10 @@ class Activations:
         if (timeline := self.device.timeline) is not None:
             timeline.add("waits", f"for the inputs of {inputs.layer}", begin, end)
 
-    def _bring_up(self, inputs: Inputs) -> None:
+    def _bring_up(self, inputs: Inputs, *, spared: _InputSlot | None = None) -> None:
+        """Begins to copy inputs up, into another slot than the one ``spared``, which is about to be computed with."""
         length = inputs.layout.total_bytes
-        slot = self._next(self._up, length)
+        slot = self._next(self._up, length, spared)
         if slot.inputs is not None and (before := slot.inputs()) is not None:
             self._slots.pop(before, None)  # the backward pass is past it; should it come back, it is brought up again
         up = self.device.fetches
@@ -177,14 +178,17 @@ class Activations:
         slot.inputs, slot.used_bytes, slot.version = weakref.ref(inputs), length, None
         self._slots[inputs] = slot
 
-    def _next(self, slots: deque[_InputSlot], length: int) -> _InputSlot:
+    def _next(self, slots: deque[_InputSlot], length: int, spared: _InputSlot | None = None) -> _InputSlot:
         if not slots or slots[0].flat.numel() < length:
             # Copies may still be under way in those that are too short now.
             self._outgrown = [slot for slot in (*self._outgrown, *slots) if slot.event and not slot.event.done]
             longer = deque(_InputSlot(self.device.buffer(length)) for _ in range(SLOTS))
             slots.clear()
             slots.extend(longer)
-        slots.rotate(-1)  # in one go: where Ctrl-C came between a slot's way out and in, there would be one less
+        # It is not the last one where a run came in between that nobody had expected.
+        slots.rotate(
+            -2 if slots[0] is spared else -1
+        )  # in one go: where Ctrl-C came between a slot's way out and in, there would be one less
         return slots[-1]
 
 

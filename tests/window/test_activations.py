@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import stronghold
 from stronghold.engine import engine_of
@@ -99,6 +100,51 @@ def test_on_the_host_and_on_disk_no_bit_differs(way, tmp_path):
             losses, left = trained(activations, window=window, store=store, **settings)
             assert losses == expected[0]
             assert differences(left, expected[1]) == []
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(x))
+
+
+def heads_in_turn(rows, x):
+    """A trunk, and heads on its output that have a backward pass each, before the trunk's."""
+    for layer in rows[:2]:
+        x = layer(x)
+    apart = x.detach().requires_grad_()
+    for head in rows[2:]:
+        head(apart).square().mean().backward()
+    x.backward(apart.grad)
+
+
+def some_checkpointed(rows, x):
+    """Some layers in checkpoints of the user's, whose backward pass runs them again."""
+    for number, layer in enumerate(rows):
+        x = checkpoint(layer, x, use_reentrant=True) if number % 3 == 2 else layer(x)
+    x.square().sum().backward()
+
+
+@pytest.mark.parametrize("activations", ["host", "disk"])
+@pytest.mark.parametrize("loop", [heads_in_turn, some_checkpointed])
+@pytest.mark.parametrize("count", range(3, 8))
+def test_a_run_that_nobody_expected_leaves_the_next_ones_inputs_where_they_are(loop, count, activations, tmp_path):
+    """They were brought up into the slot that the layer was about to compute with: gradients of other inputs."""
+
+    def gradients(**settings):
+        torch.manual_seed(0)
+        rows = nn.ModuleList(Added() for _ in range(count))
+        if settings:
+            stronghold.offload(rows, device="cpu", **settings)
+        loop(rows, torch.randn(3, SIZE, requires_grad=True))
+        return [parameter.grad.clone() for parameter in rows.parameters()]
+
+    found = gradients(activations=activations, window=1, store=tmp_path / "store" if activations == "disk" else "ram")
+    for one, other in zip(found, gradients(), strict=True):
+        assert torch.equal(one, other)
 
 
 class Queries(nn.Module):
