@@ -119,6 +119,8 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
     @opaque
     def hook(parameter: nn.Parameter) -> None:
         if (owner := reference()) is not None:
+            if "_index" not in getattr(parameter, "__dict__", ()):  # what a hook of the user's before has returned
+                raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # as PyTorch says it
             function(owner, parameter)
 
     return hook

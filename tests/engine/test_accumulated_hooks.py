@@ -100,3 +100,16 @@ def test_one_may_drop_the_sum(settings):
         return [parameter.grad is None for parameter in model.parameters()]
 
     assert trained(stronghold.offload(base(), device="cpu", **settings)) == trained(base())
+
+
+@pytest.mark.parametrize("where", ["a layer", "the root"])
+def test_one_that_returns_something_is_refused_as_pytorch_refuses_it(where: str) -> None:
+    model = stronghold.offload(base(), window=2, device="cpu")
+    parameter = model.layers[1].up.weight if where == "a layer" else next(iter(model.parameters()))
+    assert where == "a layer" or not any(parameter is one for one in model.layers.parameters())
+    handle = parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+    with pytest.raises(RuntimeError, match=r"Tensor post accumulate grad hooks should return None\."):
+        model(torch.ones(2, 3, SIZE)).sum().backward()
+    handle.remove()
+    model(torch.ones(2, 3, SIZE)).sum().backward()
+    assert parameter.grad is not None
