@@ -27,9 +27,10 @@ from stronghold.engine.microbatch import MicroBatches, batch_of
 from stronghold.engine.module_writes import ModuleWrites
 from stronghold.engine.packing import Fetches, Run, pack, pack_input, pack_on_host, there, unpack, unpack_input
 from stronghold.engine.parametrized import ParametrizationCache
+from stronghold.engine.places import Places
 from stronghold.engine.recorded import Recorded
 from stronghold.engine.replay import State, requiring_grad
-from stronghold.engine.saved import stale_error, unwritten
+from stronghold.engine.saved import stale_error
 from stronghold.engine.slot_memory import check_let_go, copied_out
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
@@ -74,8 +75,8 @@ class Runner(Fetches, Protocol):
 class Block:
     """A layer whose ``forward`` passes through the window.
 
-    In training the layer runs again in the backward pass by non-reentrant ``torch.utils.checkpoint``, which restores
-    random states and autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched
+    In training the layer runs again in the backward pass (:func:`checkpointed`), which restores random states and
+    autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched
     again when it is asked for. Of a resident layer nothing is, and autograd keeps all by itself. What is trained of
     a layer may lie ``beside`` it, in units of the root.
 
@@ -113,6 +114,7 @@ class Block:
         self._owners = [(weakref.ref(m), name, p) for m, name, p in owners if p is not None and id(p) in placed]
         self._parameters = [*module.parameters()]  # those that lie elsewhere as well
         self._elsewhere = [parameter for parameter in self._parameters if id(parameter) not in placed]
+        self._places = Places(module)
         self.members = Members(module.named_modules(prefix=self.unit.name))
 
     def take_in(self, beside: Unit | None) -> None:
@@ -341,7 +343,7 @@ class Block:
         copies = GeneratorCopies()
         arguments = flatten((args, kwargs), tensors, copies)
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
-        state, hooks = State(self.module, copies), ForwardHooks(self.module)
+        state, hooks = State(self._places, copies), ForwardHooks(self._places.modules)
         trained, versions = [p.requires_grad for p in self._parameters], self._versions_elsewhere()
         own = self._own if self._is_of_class else None  # another may refer to the layer
         again = _Again(run, own, [(args, kwargs)], arguments, trained, versions, state, hooks, cache)
@@ -352,7 +354,7 @@ class Block:
                 keep = functools.partial(pack_input, host.keeping(self.unit.name, tensors))
                 give = functools.partial(unpack_input, self._owner, self.unit.name, run)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, give))
-            return checkpointed(compute, *tensors)
+            return checkpointed(compute, *tensors, device=self.engine.device.torch_device, layer=self.unit.name)
 
 
 class _Again(NamedTuple):
@@ -392,7 +394,7 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
     trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
     hooks = again.hooks.again(functools.partial(this._saving, again.run))
     # The hooks come last: they tell a checkpoint of the layer's own from what packs where they begin.
-    with trained, again.state.again(copies), again.cache.again(), unwritten(layer), hooks:
+    with trained, again.state.again(copies), again.cache.again(), hooks:
         return this._by(again.own or this._own, args, kwargs)
 
 

@@ -1,39 +1,210 @@
-"""Activation checkpointing of which an error leaves nothing behind."""
+"""Activation checkpointing: what a function saved for its backward pass is computed again once that asks for it.
+
+It does what ``torch.utils.checkpoint`` does with ``use_reentrant=False``, for functions of tensors on one device, and
+in less time: of a layer's passes on a GPU the thread that launches them is what takes longest in small batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import Tensor
+
+from stronghold.engine.saved import Saved
+from stronghold.errors import OffloadedModelError
+from stronghold.unit import as_written, opaque
+
+_ROOT = torch.empty(0, device="cpu", requires_grad=True)
+"""Has a function of nothing but integers a node in autograd's graph."""
+_OF_INPUTS = "; a layer that writes its own input needs offload(..., activations='keep')"
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
-def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns ``function(*args, **kwargs)``, which runs again in the backward pass, by non-reentrant checkpoint.
+def checkpointed(
+    function: Callable[..., Any], *tensors: Tensor, device: torch.device, layer: str = "a layer", random: bool = True
+) -> Any:
+    """Returns ``function(*tensors)``, which runs again in the backward pass, as far as that asks for what it saved.
 
-    What its first run raises is raised when checkpoint has returned. Where an error passes through it before PyTorch
-    2.13, its hooks stay until the error is let go: whatever is saved for a backward pass in between, of any model,
-    would be computed by ``function``.
+    The second run finds autocast, the default device and, where it draws ``random`` numbers, their generators' states
+    as the first one did, of the CPU and of ``device``. It ends with the last tensor that the first run has saved; one
+    that saves others raises OffloadedModelError, and where what it saved is written before it is used, RuntimeError:
+    both name the ``layer``. A further backward pass, for a graph that is kept, runs it once more.
     """
-    run = _Run(function)
-    output = checkpoint(run, *args, use_reentrant=False, **kwargs)
-    if run.failed:
-        raise run.failed.pop()
-    return output
+    frame = _Frame(function, tensors, _Surroundings(device, random=random), layer)
+    with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack):
+        return function(*tensors)
 
 
-class _Run:
-    def __init__(self, function: Callable[..., Any]) -> None:
+class _Frame:
+    """One call of a function, as long as autograd's graph of it is there."""
+
+    __slots__ = ("_function", "_inputs", "_kinds", "_layer", "_surroundings", "_task", "_values")
+
+    def __init__(
+        self, function: Callable[..., Any], tensors: tuple[Tensor, ...], surroundings: _Surroundings, layer: str
+    ) -> None:
         self._function = function
-        self._is_first = True
-        self.failed: list[BaseException] = []
+        self._inputs: list[Saved] | Tensor
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # type: ignore[attr-defined]
+            self._inputs = [*map(Saved.of_input, tensors)]
+        else:  # whose inputs others pack, too: another checkpoint around this one, what keeps them on the host
+            self._inputs = _Inputs.apply(_ROOT, *tensors)
+        self._surroundings = surroundings
+        self._layer = layer
+        self._kinds: list[_Kind] = []
+        """Of what the first run has saved."""
+        self._values: list[Saved | None] = []
+        """What the newest run has saved again, and is not used yet."""
+        self._task = -1
+        """The backward pass that it was for."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_first:
-            return self._function(*args, **kwargs)
-        self._is_first = False
+    @as_written
+    def pack(self, tensor: Tensor) -> int:
+        """Called by autograd in the first run: returns what stands for a tensor."""
+        self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        return len(self._kinds) - 1
+
+    @as_written
+    def unpack(self, number: int) -> Tensor:
+        """Called by autograd in a backward pass, most often once for each tensor, which is let go then."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task != self._task or (found := self._values[number]) is None:
+            self._run_again(task)
+            found = self._values[number]
+            assert found is not None
+        self._values[number] = None
+        tensor, version = found
+        if (0 if tensor.is_inference() else tensor._version) != version:
+            found.value(self._layer)  # which raises
+        return tensor
+
+    @opaque
+    def _run_again(self, task: int) -> None:
+        values: list[Saved | None] = []
+        kinds, count = self._kinds, len(self._kinds)
+
+        @as_written
+        def pack(tensor: Tensor) -> None:
+            number = len(values)
+            if (tensor.shape, tensor.dtype, tensor.device) != kinds[number]:
+                raise self._differs(number, tensor)
+            kept = tensor if tensor.is_leaf else tensor.detach()  # as Saved.of
+            values.append(Saved(kept, 0 if kept.is_inference() else kept._version))
+            if number + 1 == count:
+                raise _EndOfRunError
+
+        if isinstance(self._inputs, Tensor):
+            tensors = self._inputs.grad_fn.saved_tensors  # type: ignore[union-attr]
+        else:
+            tensors = [saved.value(self._layer, _OF_INPUTS) for saved in self._inputs]
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unused)
         try:
-            return self._function(*args, **kwargs)
-        except BaseException as error:
-            self.failed.append(error)
-            return None
+            with self._surroundings.again(), torch.enable_grad(), hooks:
+                self._function(*tensors)
+        except _EndOfRunError:
+            pass
+        else:
+            raise OffloadedModelError(
+                f"a layer runs again in the backward pass, and must save what it saved in the forward pass (got "
+                f"{len(values)} tensors of {count} in {self._layer}); have it compute alike in both, or use "
+                "offload(..., activations='keep')"
+            )
+        self._values, self._task = values, task
+
+    def _differs(self, number: int, tensor: Tensor) -> OffloadedModelError:
+        shape, dtype, device = self._kinds[number]
+        return OffloadedModelError(
+            f"a layer runs again in the backward pass, and must save what it saved in the forward pass (got, as number "
+            f"{number} in {self._layer}, {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device} for {dtype} "
+            f"of shape {tuple(shape)} on {device}); have it compute alike in both, or use "
+            "offload(..., activations='keep')"
+        )
+
+
+class _EndOfRunError(BaseException):
+    """Ends a second run that has saved all that the first one did; a layer that catches Exception does not see it."""
+
+
+def _unused(packed: None) -> Tensor:
+    """Stands for unpacking in a second run, whose own graph nothing goes back through."""
+    raise RuntimeError("a second run's own graph has no backward pass")
+
+
+class _Inputs(torch.autograd.Function):
+    """Has autograd save tensors under the hooks that hold around it."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, *tensors: Tensor) -> Tensor:
+        """Returns an empty tensor whose node holds ``tensors``."""
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Is not called: nothing is computed with what ``forward`` returns."""
+        raise AssertionError
+
+
+class _Surroundings:
+    """What a run finds beside its arguments: autocast, the default device, the states of generators."""
+
+    def __init__(self, device: torch.device, *, random: bool) -> None:
+        self._device = device
+        self._autocast = _autocast(device.type)
+        self._default = torch.get_default_device()
+        self._random = _random_states(device) if random else None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Runs the block with all of it as it was, and the generators afterwards as they are now."""
+        now = None if self._random is None else _random_states(self._device)
+        with ExitStack() as stack:
+            if (autocast := self._autocast) != _autocast(self._device.type):
+                cached = autocast[-1]
+                for kind, enabled, dtype in autocast[0]:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            if self._default != torch.get_default_device():
+                stack.enter_context(self._default)
+            if now is None:
+                yield
+                return
+            assert self._random is not None
+            _set_random_states(self._device, self._random)
+            try:
+                yield
+            finally:
+                _set_random_states(self._device, now)
+
+
+def _autocast(device_type: str) -> tuple[list[tuple[str, bool, torch.dtype]], bool]:
+    """Returns whether autocast is on, and to what, by kind of device; and whether it keeps its casts of weights."""
+    kinds = ["cpu"] if device_type == "cpu" else ["cpu", device_type]
+    found = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in kinds
+        if torch.amp.is_autocast_available(kind)
+    ]
+    return found, torch.is_autocast_cache_enabled()
+
+
+def _random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Returns the states of the CPU's generator and of the device's."""
+    own = _generators_of(device)
+    return torch.get_rng_state(), None if own is None else own.get_rng_state(device)
+
+
+def _set_random_states(device: torch.device, states: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        _generators_of(device).set_rng_state(states[1], device)
+
+
+def _generators_of(device: torch.device) -> Any:
+    """Returns PyTorch's module for a device with a generator of its own, or None."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "get_rng_state") else None

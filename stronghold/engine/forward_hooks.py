@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -41,8 +41,8 @@ class ForwardHooks:
 
     _KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = [weakref.ref(m) for m in module.modules()]  # the layer's own hooks run outside of it, and once
+    def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+        self._modules = modules  # the first is the layer, whose own hooks run outside of it, and once
         self._changing: set[_Key] = set()
         """Those that have changed something."""
         self._own: dict[_Key, Callable] = {}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from stronghold.errors import OffloadedModelError
@@ -32,13 +29,13 @@ class Saved(NamedTuple):
         """Returns an input itself: the operation that it comes from does not refer to what the layer saved."""
         return cls(tensor, _version(tensor))
 
-    def value(self, layer: str) -> Tensor:
+    def value(self, layer: str, more: str = "") -> Tensor:
         """Returns the tensor. Raises RuntimeError, as autograd does without hooks, where it has been written."""
         if (now := _version(self.tensor)) != self.version:
             raise RuntimeError(
                 f"what autograd saved in {layer} must be the same in the backward pass (a tensor of shape "
                 f"{tuple(self.tensor.shape)} was at version {self.version} and is at {now}: an in-place operation has "
-                "written it); use the operation that makes a new tensor, or clone() before it"
+                f"written it); use the operation that makes a new tensor, or clone() before it{more}"
             )
         return self.tensor
 
@@ -49,24 +46,6 @@ def stale_error(layer: str, more: str = "") -> OffloadedModelError:
         f"the weights of {layer} must be the same in the backward pass as in its forward pass (they have been "
         f"updated or written in between); call backward() before step(), or run the forward pass again{more}"
     )
-
-
-@contextmanager
-def unwritten(layer: str) -> Iterator[None]:
-    """Raises RuntimeError where the block writes what autograd saves in it, under the hooks that hold there."""
-    hold, look = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-    saved: list[Saved] = []
-
-    def pack(tensor: Tensor) -> Any:
-        saved.append(Saved.of(tensor))
-        return hold(saved[-1].tensor)
-
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, look):
-            yield
-    finally:  # also where checkpoint has all that it needs and stops the run
-        for one in saved:
-            one.value(layer)
 
 
 def _version(tensor: Tensor) -> int:

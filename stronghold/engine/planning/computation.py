@@ -150,17 +150,17 @@ class ModelComputation:
         return found
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        dtype = computes_in(tensor, self._dtype) if cast else tensor.dtype
+        is_parameter = isinstance(tensor, nn.Parameter)
+        dtype = computes_in(tensor, self._dtype) if is_parameter and tensor.is_floating_point() else tensor.dtype
         # What torch.empty() makes under the mode, in a fifth of the time: a model may have tens of thousands of these.
-        meta = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        return FakeTensor(self._mode, meta, torch.device("cpu")).requires_grad_(tensor.requires_grad)
+        fake = FakeTensor(self._mode, torch.empty(tensor.shape, dtype=dtype, device="meta"), torch.device("cpu"))
+        fake._is_param = is_parameter  # type: ignore[attr-defined]  # torch.nn.utils.parametrize asks
+        return fake.requires_grad_(tensor.requires_grad)
 
     @contextmanager
     def _without_values(self, module: nn.Module) -> Iterator[None]:
         """Has a module compute with tensors without memory; the backward pass too, which may run parts of it again."""
-        named: list[dict[str, Any]] = [names for m in module.modules() for names in (m._parameters, m._buffers)]
-        held = [(names, names.copy()) for names in named]
+        held: list[tuple[Any, Any]] = [(n, n.copy()) for m in module.modules() for n in (m._parameters, m._buffers)]
         try:
             for names, before in held:
                 names.update((name, self._tensors[id(t)]) for name, t in before.items() if t is not None)
@@ -168,6 +168,7 @@ class ModelComputation:
                 yield
         finally:
             for names, before in held:
+                names.clear()  # a module may name others while it computes
                 names.update(before)
 
     def _recording(self) -> Recording:
@@ -218,8 +219,7 @@ class ModelComputation:
         return [self._tensors[id(p)] for p in module.parameters() if p.requires_grad]
 
     def _run_root(self, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> RootRun:
-        recording = self._recording()
-        root = RootRun()
+        recording, root = self._recording(), RootRun()
         stubs = Stubs(self, recording, root)
         positional, named = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
         stubbed = stubs.in_place_of(self._model, self._modules)
@@ -269,7 +269,7 @@ def _computed_again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = first.pop() if first else fill(arguments, tensors)
         return module(*given[0], **given[1])
 
-    return checkpointed(compute, *tensors, preserve_rng_state=False)
+    return checkpointed(compute, *tensors, device=torch.device("cpu"), layer=type(module).__name__, random=False)
 
 
 def _leaf(value: Any) -> Any:
