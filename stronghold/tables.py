@@ -37,9 +37,11 @@ class Shown(ABC):
 def table(title: str, rows: list[tuple[str, str, str]], width: int) -> Table:
     """Returns rows of (section, name, value) as a table in ``width`` characters, with a line above each section.
 
-    Nothing is cut off: values are folded, and where next to nothing is left to them, sections and names as well.
+    Nothing is cut off: values are folded, and where next to nothing is left to them, sections and names as well. Nor is
+    anything read as markup, as brackets in a path might be.
     """
     from rich.table import Table
+    from rich.text import Text
 
     section_width, name_width = _widths(rows)
     whole = section_width + name_width + _BORDERS + _LEAST_VALUE <= width
@@ -47,8 +49,8 @@ def table(title: str, rows: list[tuple[str, str, str]], width: int) -> Table:
     drawn.add_column("section", style="bold", no_wrap=whole, overflow="fold")
     drawn.add_column("name", no_wrap=whole, overflow="fold")
     drawn.add_column("value", overflow="fold")
-    for index, (section, name, value) in enumerate(rows):
-        drawn.add_row(section, name, value, end_section=index + 1 < len(rows) and bool(rows[index + 1][0]))
+    for index, row in enumerate(rows):
+        drawn.add_row(*map(Text, row), end_section=index + 1 < len(rows) and bool(rows[index + 1][0]))
     return drawn
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,6 +66,11 @@ def best_of(
     ``told`` makes a plan of what is known of one in stages. Raises BudgetError where nothing fits, and ValueError where
     the processes can be nothing that trains the model.
     """
+    if processes > (most := batch * max(1, layers)):
+        raise ValueError(
+            f"processes must be at most {most:,} (got {processes:,}): each has a sample of the batch of {batch}, or a "
+            f"layer of {layers}; pass fewer"
+        )
     plans, refused, left_out, missing = list[TrainingPlan](), list[Refused](), list[LeftOut](), list[str]()
     for replicas, each in splits(processes):  # of one stage last
         reason = cannot_be(replicas, each, batch=batch, layers=layers, staged=staged)
@@ -205,9 +211,12 @@ def _missing(found: StagedFound, replicas: int) -> list[str]:
 
 def _nothing(processes: int, missing: Sequence[str], left_out: Sequence[LeftOut], *, may_disk: bool) -> Exception:
     if missing:
+        lacking = "; ".join(missing)
+        eight = "" if re.search("states='(?!fp32)", lacking) else "allow states='8bit', "
+        disk = "" if may_disk else "keep layers on disk (store=), "
         return BudgetError(
-            f"nothing fits {processes} processes: {'; '.join(missing)}; raise the budgets of each process, allow "
-            f"states='8bit', {'' if may_disk else 'keep layers on disk (store=), '}or make the batch smaller"
+            f"nothing fits {processes} processes: {lacking}; raise the budgets of each process, {eight}{disk}or make "
+            "the batch smaller"
         )
     reasons = "; ".join(f"stages={one.stages}, replicas={one.replicas}: {one.reason}" for one in left_out)
     return ValueError(

@@ -34,7 +34,7 @@ def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Conso
     records, which are appended to ``settings.record`` as they arise. Raises ValueError for what several methods cannot
     share.
     """
-    console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+    console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH, markup=False, emoji=False)
     for name, value in (("save", settings.save), ("checkpoint_every", settings.checkpoint_every)):
         if value is not None:
             raise ValueError(f"{name} is for one method at a time (got {value!r} with method='all'); leave it out")
@@ -63,7 +63,7 @@ def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Conso
     _show(records, console)
     if settings.log:
         with Path(settings.log).open("w", encoding="utf-8") as file:
-            _show(records, Console(file=file, width=LOG_WIDTH))
+            _show(records, Console(file=file, width=LOG_WIDTH, markup=False, emoji=False))
     return records
 
 

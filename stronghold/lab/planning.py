@@ -71,6 +71,11 @@ class PlanSettings:
         for name in ("batch", "sequence", "tokens", "processes", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more (got {getattr(self, name)}); pass a whole number")
+        if (tokens := self.batch * self.sequence * self.accumulate) >= 2**63:
+            raise ValueError(
+                f"a step's tokens must be a number that 64 bits hold (got {tokens:,}, batch x sequence x accumulate); "
+                "pass a smaller batch, or accumulate fewer"
+            )
         check_one_of("dtype", self.dtype, tuple(DTYPES))
         for name, check in (("output", check_file), ("picture", check_page)):
             if (path := getattr(self, name)) is not None:

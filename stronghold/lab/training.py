@@ -93,7 +93,7 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
 
 def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console | None) -> Outcome:
     stop = Stop()
-    console = console or Console(file=cast(TextIO, Output(stop)))
+    console = console or Console(file=cast(TextIO, Output(stop)), markup=False, emoji=False)
     method = find_method(settings.method)
     settings, processes = join(settings)
     run = settings  # whose records these are: of process 0 for the model, of every other one for itself
@@ -107,7 +107,7 @@ def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console 
     check_save_folder(run.save_folder)
     if not settings.resume:
         check_run_folder(run.out)
-    checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True, markup=False), processes)
+    checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True), processes)
     settings = checkpoints.settings
     torch.manual_seed(settings.seed)
     model, weights = _build_model(settings, console)
@@ -178,7 +178,7 @@ def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console 
                     f"kept       {', '.join(where)}: the run after step {done}, {format_bytes(report.disk_bytes)}; to "
                     f"go on: --resume --out {settings.out} {again}"
                 )
-            console.print(said, soft_wrap=True, markup=False)
+            console.print(said, soft_wrap=True)
         saved = run.save_folder if prepared.saves and (interrupted or lost or run.save) else None
         if saved is not None:
             save_with_others(model, saved, partial(write_files, tokenizer.files), is_tokenizer_file)

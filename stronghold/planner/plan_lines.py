@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stronghold.planner.partition_file import partition_of
-from stronghold.units import format_bytes, format_seconds
+from stronghold.units import format_bytes, format_seconds, parse_bytes
 
 BUDGETS = ("device_memory", "host_memory")
 """Settings that follow from the others, in bytes."""
@@ -25,7 +25,7 @@ def section(title: str, lines: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def shown(name: str, value: Any) -> str:
-    return format_bytes(value) if name in BUDGETS and value is not None else repr(value)
+    return format_bytes(parse_bytes(value)) if name in BUDGETS and value is not None else repr(value)
 
 
 def stages_shown(balance: Sequence[int] | Mapping[str, Any]) -> str:

@@ -195,7 +195,8 @@ class TrainingPlan(Shown):
         if self.disk_bytes:
             written = f"{format_bytes(self.written_bytes)} a step, {self.written_bytes / 1e9:.3g} TB in a thousand"
             of = ", of the fullest process" if self.processes > 1 else ""
-            rows += [("disk", "layers and states", format_bytes(self.disk_bytes) + of), ("", "written", written + of)]
+            held = "layers, states, inputs" if self.settings.get("activations") == "disk" else "layers and states"
+            rows += [("disk", held, format_bytes(self.disk_bytes) + of), ("", "written", written + of)]
         assumed = [("assumed" if not number else "", "", text) for number, text in enumerate(self.assumed)]
         return [*rows, *self._other_rows(), *assumed]
 

@@ -290,10 +290,11 @@ def _nothing_fits(refused: Sequence[Refusal], *, has_experts: bool, on_disk: boo
         found.append(f"{memory} must hold at least {needed} (got {limit}), with {settings}")
     apart = "cut a layer's experts apart (experts_per_part='auto'), " if has_experts else ""
     disk = "" if on_disk else "give a directory on a disk (store=), "
+    eight = "allow states='8bit', " if all(one.choice.states == "fp32" for one in refused) else ""
     both = "and" if any(len(one.lacking) > 1 for one in least.values()) else "or"
     lacking = f"; {both} ".join(found)
     return BudgetError(
-        f"nothing fits: {lacking}; raise the budget, allow states='8bit', {disk}{apart}or make the batch smaller",
+        f"nothing fits: {lacking}; raise the budget, {eight}{disk}{apart}or make the batch smaller",
         {place: one.needed_bytes for place, one in least.items()},
         lacking,
     )

@@ -64,7 +64,7 @@ def _extract(options: argparse.Namespace) -> int:
     path = options.csv or _stem(options).with_suffix(".csv")
     check_file("--csv", path)
     shown = _shown(options)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 150, markup=False, emoji=False)
     for table in tables(shown):
         console.print(table)
     path.parent.mkdir(parents=True, exist_ok=True)

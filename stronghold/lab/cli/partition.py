@@ -162,7 +162,7 @@ def _run(options: argparse.Namespace) -> int:
         device=("cuda" if torch.cuda.is_available() else "cpu") if options.device is None else options.device,
         output=options.output,
     )
-    partition_model(settings, Console())
+    partition_model(settings, Console(markup=False, emoji=False))
     return 0
 
 

@@ -70,10 +70,8 @@ def add_plan(commands: Commands) -> None:
     step.add_argument(
         "--accumulate", type=whole, metavar="N", help="batches whose gradients a step adds up (default: 1)"
     )
-    step.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type (default: fp32)")
-    step.add_argument(
-        "--tokens", type=_tokens, default=10**9, metavar="N", help="say how long so many take (default: 1e9)"
-    )
+    step.add_argument("--dtype", choices=("fp32", "bf16"), help="compute type (default: fp32)")
+    step.add_argument("--tokens", type=_tokens, metavar="N", help="say how long so many take (default: 1e9)")
     _add_machine(command.add_argument_group("machine"))
     _add_settings(command.add_argument_group("settings that are set, and not searched"))
     add_profile(command.add_argument_group("somebody else's profile"))
@@ -126,13 +124,11 @@ def _add_settings(settings: Group) -> None:
     settings.add_argument(
         "--optimizer",
         choices=("adamw", "muon"),
-        default="adamw",
         help="stronghold.AdamW, or stronghold.Muon for the layers' matrices (default: adamw)",
     )
     settings.add_argument(
         "--states",
         choices=("fp32", "8bit", "any"),
-        default="fp32",
         help="AdamW's moments; 8bit ones change numbers (default: fp32)",
     )
 
@@ -153,19 +149,22 @@ def _run(options: argparse.Namespace) -> int:
             f"a model from files has its own shape (got {options.model} with "
             f"{', '.join('--' + name for name in shape)}); leave out one or the other"
         )
+    parts = options.experts_per_part
+    if parts is None and options.processes in (None, 1):
+        parts = "auto"
     settings = PlanSettings(
         model=ModelSettings(path=options.model, **{**SHAPE, **shape}),
         adapters=given_adapters(options),
         batch=BATCH if options.batch is None else options.batch,
         sequence=1024 if options.seq is None else options.seq,
-        dtype=options.dtype,
+        dtype=options.dtype or "fp32",
         store=options.disk or "ram",
-        states=("fp32", "8bit") if options.states == "any" else (options.states,),
+        states=("fp32", "8bit") if options.states == "any" else (options.states or "fp32",),
         update=options.update,
-        optimizer=options.optimizer,
+        optimizer=options.optimizer or "adamw",
         activations=options.activations,
         micro_batch="auto" if options.micro_batch is None else options.micro_batch,
-        experts_per_part=options.experts_per_part or ("auto" if options.processes in (None, 1) else None),
+        experts_per_part=parts,
         window=options.window,
         resident=options.resident,
         device_memory=options.device_memory,
@@ -173,7 +172,7 @@ def _run(options: argparse.Namespace) -> int:
         cores=options.cores,
         processes=1 if options.processes is None else options.processes,
         accumulate=1 if options.accumulate is None else options.accumulate,
-        tokens=options.tokens,
+        tokens=10**9 if options.tokens is None else options.tokens,
         output=options.output,
         picture=options.picture,
     )
@@ -185,7 +184,7 @@ def _run(options: argparse.Namespace) -> int:
         machine = machine_of(options.machine, options.device, options.disk or ())
     else:
         machine = _carded(options)
-    plan_run(settings, machine, Console())
+    plan_run(settings, machine, Console(markup=False, emoji=False))
     return 0
 
 
@@ -229,5 +228,7 @@ def _tokens(text: str) -> int:
     except ValueError:
         number = 0.0
     if not 1 <= number < 1e18:
-        raise argparse.ArgumentTypeError(f"must be a number of tokens, such as 1e9 (got {text[:30]!r})")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of tokens from 1 to below 1e18, such as 1e9 (got {text[:30]!r})"
+        )
     return int(number)

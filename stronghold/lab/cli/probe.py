@@ -81,7 +81,7 @@ def machine_of(file: str | None, device: str | None, disks: Sequence[str]) -> "M
     if kept is not None and all(disk in kept.disks for disk in wanted):
         return kept
     missing = "this machine" if kept is None else ", ".join(disk for disk in wanted if disk not in kept.disks)
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     console.print(f"{missing} has not been measured yet: stronghold probe", soft_wrap=True, markup=False)
     return _probed(console, device, disks, SECONDS, keep=True)
 
@@ -94,9 +94,13 @@ def _run(options: argparse.Namespace) -> int:
     if options.output is not None:
         check_file("output", options.output)
     machine = _probed(
-        Console(stderr=True), options.device, options.disk or (), options.seconds, keep=not options.no_keep
+        Console(stderr=True, markup=False, emoji=False),
+        options.device,
+        options.disk or (),
+        options.seconds,
+        keep=not options.no_keep,
     )
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(machine)
     if options.output is not None:
         machine.write(options.output)

@@ -1,17 +1,25 @@
 """`stronghold plan --profile`: a plan over operators, from the times and bytes that somebody else has measured."""
 
+from __future__ import annotations
+
 import argparse
 import glob
 import os
+from typing import TYPE_CHECKING
 
 from stronghold.lab.cli.adapter_arguments import ADAPTER_DEFAULTS
 from stronghold.lab.cli.shared_arguments import Group, given_shape, path, source, whole
+
+if TYPE_CHECKING:
+    from stronghold.planner.profiled.operator_plan import OperatorPlan
+    from stronghold.planner.profiled.reach import Cluster
 
 BATCH = 4
 """Samples of a step, where none are given."""
 _UNUSED = (
     *("machine", "card", "device", "host_memory", "disk", "window", "resident", "micro_batch", "activations", "update"),
     *("picture", "processes", "cores", "experts_per_part", "accumulate", "seq"),
+    *("dtype", "states", "optimizer", "tokens"),
     *ADAPTER_DEFAULTS,
 )
 """Arguments of the command that say nothing of such a plan."""
@@ -88,13 +96,14 @@ def run_profiled(options: argparse.Namespace) -> int:
                 f"a plan must be for the model and the devices that are given (got one of {plan.model} on "
                 f"{plan.devices} devices, for {profile.model} on {cluster.devices}); pass what it was made for"
             )
+        _check_within_nodes(plan, cluster)
         if options.batch not in (None, plan.batch):
             raise ValueError(
                 f"a plan is for the samples that it was made for (got --batch {options.batch}, a plan for "
                 f"{plan.batch}); leave --batch out, or search without --replay"
             )
         prediction = predict(profile, plan, cluster.devices_per_node)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(
         PlannedOperators(profile=profile, cluster=cluster, plan=plan, prediction=prediction, memory_bytes=memory_bytes)
     )
@@ -106,3 +115,16 @@ def run_profiled(options: argparse.Namespace) -> int:
         plan.write(options.output, predicted_step_s=prediction.step_s)
         console.print(f"{options.output}: the plan", soft_wrap=True)
     return 0
+
+
+def _check_within_nodes(plan: OperatorPlan, cluster: Cluster) -> None:
+    """Raises ValueError where a stage of a plan is not within a node."""
+    begin = 0
+    for number, stage in enumerate(plan.stages):
+        if begin % cluster.devices_per_node + stage.devices > cluster.devices_per_node:
+            raise ValueError(
+                f"each stage must be within a node (got stage {number} of the plan on {stage.devices} devices, the "
+                f"first of them number {begin}, with --devices-per-node {cluster.devices_per_node}); pass what the "
+                "plan was made for"
+            )
+        begin += stage.devices

@@ -59,7 +59,7 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> O
         if find_spec(name) is None:  # said before anything is read; they import for seconds
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     stop = Stop()
-    console = console or Console(file=cast(TextIO, Output(stop)))
+    console = console or Console(file=cast(TextIO, Output(stop)), markup=False, emoji=False)
     check_told(settings.flat())
     settings.check_outputs()
     check_save_folder(settings.save)

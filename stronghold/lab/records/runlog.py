@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -39,7 +41,13 @@ class RunLog:
         self._after = after if kept else None
         self._text = _open(Path(text), "a" if after else "w") if text is not None else None
         self._json = _open(path, "w" if after is None else "a")
-        self._events = SummaryWriter(str(self.folder), purge_step=None if after is None else after + 1)
+        self._told = threading.excepthook
+        threading.excepthook = partial(_unless_raised, self._told)
+        try:
+            self._events = SummaryWriter(str(self.folder), purge_step=None if after is None else after + 1)
+        except OSError as error:
+            threading.excepthook = self._told
+            raise _named(error, self.folder) from error
 
     def __enter__(self) -> "RunLog":
         return self
@@ -117,6 +125,7 @@ class RunLog:
                     close()
             except OSError as error:
                 errors.append(_named(error, path))
+        threading.excepthook = self._told
         if errors:
             raise errors[0]
 
@@ -225,3 +234,9 @@ def _write(file: IO[str], text: str) -> None:
 
 def _named(error: OSError, path: Any) -> OSError:
     return OSError(error.errno, f"cannot write the log ({error.strerror})", str(path))
+
+
+def _unless_raised(before: Callable[[threading.ExceptHookArgs], Any], error: threading.ExceptHookArgs) -> None:
+    """Tells of a thread's error as ``before`` did, but not of one that TensorBoard raises again where it is called."""
+    if not (isinstance(error.exc_value, OSError) and type(error.thread).__name__ == "_AsyncWriterThread"):
+        before(error)

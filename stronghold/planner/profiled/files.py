@@ -25,8 +25,10 @@ from stronghold.planner.profiled.profile import Costs, Profile
 
 COLUMNS = 9
 """An operator's name, its two times, and six sizes."""
-_LARGEST = 1e30
-"""Of which sums and products are still numbers."""
+_LARGEST = 1e12
+"""Eleven days, and an exabyte: above it is no time that a search tells from what never ends."""
+_SLOWEST = 1e-9
+"""GB/s of a link: a byte a second."""
 _UNITS = (1e-6, 1e-6, MIB, MIB, MIB, MIB, MIB, MIB)
 
 
@@ -40,8 +42,10 @@ def read_profile(directory: str | os.PathLike[str], model: str, layers: int | No
 
     Raises:
         ValueError: Nothing there has that name, a file is not as above, files do not have the same operators, or
-            ``layers`` is missing or not asked for. It names the file and the line.
+            ``layers`` is missing, not asked for or below 1. It names the file and the line.
     """
+    if layers is not None and layers < 1:
+        raise ValueError(f"layers must be 1 or more (got -l {layers}); pass the layers that the model has")
     folder, family = Path(directory), family_of(model)
     tables = {key: _operators(path) for key, path in sorted(_costs_files(folder, model).items())}
     (first, (names, _)), *others = tables.items()
@@ -70,7 +74,7 @@ def models_in(directory: str | os.PathLike[str]) -> list[str]:
     return sorted({found[1] for path in Path(directory).glob("*.csv") if (found := _COSTS.fullmatch(path.name))})
 
 
-_COSTS = re.compile(r"(.+)_mbs(\d+)_tp(\d+)_algo(\d+)\.csv")
+_COSTS = re.compile(r"(.+)_mbs([1-9]\d*)_tp([1-9]\d*)_algo(\d+)\.csv")
 
 
 def _name(model: str, key: tuple[int, int, int]) -> str:
@@ -128,6 +132,8 @@ def _operators(path: Path) -> tuple[list[str], list[Costs]]:
         costs.append(Costs(*(number * unit for number, unit in zip(numbers, _UNITS, strict=True))))
     if not names:
         raise ValueError(f"{path}: must have a line for each operator (got none); profile it again")
+    if not any(one.forward_s or one.backward_s for one in costs):
+        raise ValueError(f"{path}: operators must take some time (got 0 for all {len(names)}); profile it again")
     return names, costs
 
 
@@ -155,8 +161,11 @@ def _links(folder: Path, model: str) -> Links:
 def _bands(path: Path) -> list[float]:
     for line, row in _lines(path):
         bands = [_number(path, line, text) * GB for text in row]
-        if not all(bands):
-            raise ValueError(f"{path}, line {line}: speeds must be above 0 (got {', '.join(row)}); profile it again")
+        if not all(band >= _SLOWEST * GB for band in bands):
+            told = ", ".join(row)
+            raise ValueError(
+                f"{path}, line {line}: speeds must be {_SLOWEST:g} GB/s or more (got {told}); profile it again"
+            )
         return bands
     raise ValueError(f"{path}: must have a line of sizes and one of speeds (got less); profile it again")
 
@@ -164,12 +173,12 @@ def _bands(path: Path) -> list[float]:
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yields (number, columns) of the lines below the head. Raises ValueError for a file that cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        rows = [*csv.reader(path.read_text(encoding="utf-8").splitlines())]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"a profile must have {path.name} (got {path}: {error}); profile it, or pass another folder"
         ) from error
-    for number, row in enumerate(csv.reader(text.splitlines()), start=1):
+    for number, row in enumerate(rows, start=1):
         if number > 1 and row:
             yield number, [column.strip() for column in row]
 

@@ -120,7 +120,9 @@ def read_operator_plan(path: str | os.PathLike[str]) -> OperatorPlan:
 def _stages(found: dict[str, Any]) -> list[OperatorStage]:
     keys = ("model_parallel_size_of_each_op", "data_parallel_size_of_each_op", "algo_of_each_op", "recompute_ops")
     stages, begin = [], 0
-    sizes = found["num_ops_in_each_stage"]
+    sizes = [_whole("num_ops_in_each_stage", size) for size in found["num_ops_in_each_stage"]]
+    if found.get("num_stages", len(sizes)) != len(sizes):
+        raise ValueError(f"num_stages must be the number of stages (got {found['num_stages']!r} for {len(sizes)})")
     for name in ("num_gpus", *keys):
         if len(found[name]) != len(sizes):
             raise ValueError(f"{name} must have an entry for each stage (got {len(found[name])} for {len(sizes)})")

@@ -86,10 +86,12 @@ def search(
         if value < 1:
             raise ValueError(f"{name} must be 1 or more (got {value}); pass a whole number")
     if not any(True for _ in _shared(profile, cluster, batch)):
-        samples = sorted({each for each, _, _ in profile.costs})
+        samples, degrees, ways = (", ".join(map(str, sorted(set(one)))) for one in zip(*profile.costs, strict=True))
         raise ValueError(
-            f"the batch must be a whole number of profiled micro-batches (got {batch}; {profile.model} has those of "
-            f"{', '.join(map(str, samples))} samples); pass another batch"
+            f"the batch must be a whole number of micro-batches that were profiled, by the first algorithm and a "
+            f"degree that is a power of two and within a node (got {batch} on nodes of {cluster.devices_per_node}; "
+            f"{profile.model} has micro-batches of {samples} samples, degrees of {degrees}, algorithms {ways}); pass "
+            "another batch, or profile others"
         )
     for part in TIGHTER:
         candidates = _candidates(profile, cluster, batch, part * memory_bytes, most_stages, mixed)

@@ -35,7 +35,7 @@ class PlannedOperators(Shown):
             ("model", plan.model, f"{len(self.profile.operators)} operators, as profiled"),
             (
                 "machine",
-                f"{cluster.devices} devices",
+                f"{cluster.devices} device{'s' if cluster.devices > 1 else ''}",
                 f"{cluster.nodes} x {cluster.devices_per_node}, {format_bytes(self.memory_bytes)} each",
             ),
             ("step", "time", f"{self.prediction.step_s:.4g} s, by the profile"),

@@ -57,6 +57,35 @@ def test_it_prints_the_table_and_writes_the_plan_and_its_picture(capsys):
     assert "One planned step" in Path("plan.html").read_text()
 
 
+def test_names_with_brackets_are_printed_as_they_are(here, capsys):
+    """They were read as markup: eaten, or an error once the plan was written."""
+    for name in ("a[", "[red]b", "c :x: [v2]"):
+        (here / name).mkdir()
+        file = f"{name}/a].json"
+        assert cli.main(["plan", *SHAPE, *STEP, "--machine", "laptop.json", "-o", file]) == 0
+        assert f"\n{file}: the plan; to train by it: stronghold train --plan '{file}'" in capsys.readouterr().out
+        data = ["--data", "text.txt", "--seq", "8", "--batch", "2", "--steps", "1", "--device", "cpu"]
+        assert cli.main(["train", *SHAPE, *data, "--out", f"{name}/run", "--save", f"{name}/[/kept]"]) == 0
+        assert f"\nmodel saved in {name}/[/kept]\n" in capsys.readouterr().out
+
+
+def test_only_what_is_not_asked_for_is_told_to_be_allowed(capsys):
+    for arguments, told in (
+        ([], "allow states='8bit', give a directory"),
+        (["--states", "8bit", "--update", "in_backward"], "raise the budget, give a directory"),
+        (["--optimizer", "muon"], "raise the budget, give a directory"),
+    ):
+        found = refused(capsys, "plan", *SHAPE, *STEP, "--machine", "laptop.json", "--host-memory", "1MiB", *arguments)
+        assert told in found
+
+
+def test_sizes_in_a_plans_file_may_have_units(capsys):
+    assert cli.main(["plan", *SHAPE, *STEP, "--machine", "gpu.json", "-o", "plan.json"]) == 0
+    plan = TrainingPlan.read("plan.json")
+    replace(plan, settings={**plan.settings, "device_memory": "3GiB"}).write("edited.json")
+    assert ("", "device_memory", "3.00 GiB") in TrainingPlan.read("edited.json").rows()
+
+
 def test_it_prints_the_table_where_there_are_no_columns(capsys, monkeypatch):
     """Under COLUMNS=0 it printed nothing at all, and ended well."""
     monkeypatch.setenv("COLUMNS", "0")
@@ -156,6 +185,13 @@ def test_a_run_goes_on_in_the_directories_of_its_plan(capsys):
         (["plan", *SHAPE, "--card", "4090", "--machine", "gpu.json"], "got --card 4090 with --machine); leave out"),
         (["plan", *SHAPE, "--card", "4090", "--host-memory", "1MiB"], "nothing fits: host memory must hold"),
         (["plan", *SHAPE, "--machine", "gpu.json", "--accumulate", "0"], "accumulate must be 1 or more"),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--accumulate", str(2**62)], "tokens must be a number that 64 bits"),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--experts-per-part", "0"], "none in GPT"),
+        (
+            ["plan", *SHAPE, "--machine", "gpu.json", "--tokens", "1e18"],
+            "from 1 to below 1e18, such as 1e9 (got",
+        ),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--processes", str(2**60)], "processes must be at most 12 "),
         (["plan", *SHAPE, "--machine", "gpu.json", "--accumulate", "2", "--update", "in_backward"], "(got accumulate="),
         (["plan", *SHAPE, "--machine", "gpu.json", "--experts-per-part", "2"], "none in GPT"),
         (["plan", *SHAPE, "--machine", "gpu.json", "--experts-per-part", "most"], "must be a whole number or auto"),

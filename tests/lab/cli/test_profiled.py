@@ -31,6 +31,19 @@ def test_a_plan_is_shown_written_and_replayed(folder, tmp_path, capsys):
     assert "got --batch 16, a plan for 8" in capsys.readouterr().err
 
 
+def test_a_stage_over_two_nodes_is_refused(folder, tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    assert main(["plan", "toy_a", "--profile", str(folder), *ARGUMENTS, "-o", str(plan)]) == 0
+    found = json.loads(plan.read_text())
+    one = {"num_stages": 1, "num_gpus": [2], "num_ops_in_each_stage": [4], "recompute_ops": [[0] * 4]}
+    one |= {"algo_of_each_op": [[0] * 4], "data_parallel_size_of_each_op": [[2] * 4]}
+    plan.write_text(json.dumps({**found, **one, "model_parallel_size_of_each_op": [[1] * 4]}))
+    capsys.readouterr()
+    nodes = ["--nodes", "2", "--devices-per-node", "1", "--device-memory", "1GiB"]
+    assert main(["plan", "toy_a", "--profile", str(folder), *nodes, "--replay", str(plan)]) == 2
+    assert "stage must be within a node (got stage 0 of the plan on 2 devices" in capsys.readouterr().err
+
+
 def test_a_plan_with_degrees_says_that_they_are_not_executed(folder, tmp_path, capsys):
     plan = tmp_path / "plan.json"
     main(["plan", "toy_a", "--profile", str(folder), *ARGUMENTS, "-o", str(plan)])
@@ -49,6 +62,10 @@ def test_a_plan_with_degrees_says_that_they_are_not_executed(folder, tmp_path, c
         (["--window", "2"], "over operators alone (got --window)"),
         (["--hidden", "64"], "over operators alone (got --hidden)"),
         (["--processes", "2"], "over operators alone (got --processes)"),
+        (["--dtype", "fp32"], "over operators alone (got --dtype)"),
+        (["--states", "any"], "over operators alone (got --states)"),
+        (["--optimizer", "adamw"], "over operators alone (got --optimizer)"),
+        (["--tokens", "1e9"], "over operators alone (got --tokens)"),
         (["--seq", "128"], "over operators alone (got --seq)"),
         (["--cores", "8"], "over operators alone (got --cores)"),
         (["--experts-per-part", "2"], "over operators alone (got --experts-per-part)"),

@@ -1,6 +1,9 @@
 """What a run writes: three logs that say the same."""
 
+import errno
 import json
+import os
+import threading
 import time
 
 import pytest
@@ -71,6 +74,22 @@ def test_a_full_disk_is_named_and_the_other_log_is_whole(tmp_path):
     with refusal, RunLog(tmp_path / "run", text="/dev/full") as log:
         log.start(START)
     assert json.loads((tmp_path / "run" / "log.jsonl").read_text())["parameters"] == 1000
+
+
+def test_what_tensorboard_s_thread_fails_with_is_told_once(tmp_path, monkeypatch, capsys):
+    """It was told with a traceback beside the error that ends the run."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
+    before = threading.excepthook
+    with pytest.raises(OSError, match=rf"No space left on device.*{tmp_path.name}"), RunLog(tmp_path / "run") as log:
+        for step in range(100):
+            log.step({**STEP, "step": step})
+            time.sleep(0.01)
+    assert capsys.readouterr().err == ""
+    assert threading.excepthook is before
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

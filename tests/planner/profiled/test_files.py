@@ -62,16 +62,24 @@ FILE = "toy_a_mbs1_tp2_algo0.csv"
     ("name", "text", "told"),
     [
         (FILE, f"{HEAD}\none,1,2,3\n", r"mbs1_tp2_algo0.csv, line 2: .*two times and six sizes \(got 4 columns\)"),
-        (FILE, f"{HEAD}\none,1,2,3,4,5,6,7,8\ntwo,1,fast,3,4,5,6,7,8\n", r"line 3: .*from 0 to 1e.30 \(got 'fast'\)"),
+        (FILE, f"{HEAD}\none,1,2,3,4,5,6,7,8\ntwo,1,fast,3,4,5,6,7,8\n", r"line 3: .*from 0 to 1e.12 \(got 'fast'\)"),
         (FILE, f"{HEAD}\none,1,2,3,-4,5,6,7,8\ntwo,1,2,3,4,5,6,7,8\n", r"line 2: .*\(got '-4'\)"),
         (FILE, f"{HEAD}\none,1,2,3,nan,5,6,7,8\ntwo,1,2,3,4,5,6,7,8\n", r"line 2: .*\(got 'nan'\)"),
         (FILE, f"{HEAD}\none,1e308,2,3,4,5,6,7,8\ntwo,1,2,3,4,5,6,7,8\n", r"line 2: .*\(got '1e308'\)"),
+        (FILE, f"{HEAD}\none,1e20,2,3,4,5,6,7,8\ntwo,1,2,3,4,5,6,7,8\n", r"line 2: .*\(got '1e20'\)"),
+        (FILE, f"{HEAD}\none,0,0,3,4,5,6,7,8\ntwo,0,0,3,4,5,6,7,8\n", r"must take some time \(got 0 for all 2\)"),
+        (FILE, f"{HEAD}\n{'o' * 200_000},1,2,3,4,5,6,7,8\n", r"mbs1_tp2_algo0.csv: field larger than"),
         (FILE, f"{HEAD}\n", r"a line for each operator \(got none\)"),
         (FILE, f"{HEAD}\none,1,2,3,4,5,6,7,8\n2,1,2,3,4,5,6,7,8\n", r"same operators .*mbs1_tp2.*differs.*line 3"),
         (FILE, f"{HEAD}\none,1,2,3,4,5,6,7,8\n", r"same operators .*mbs1_tp2.*differs.*line 3"),
         ("p2p_intra_node.csv", None, r"must have p2p_intra_node.csv"),
         ("p2p_intra_node.csv", "1,2\n", r"a line of sizes and one of speeds"),
-        ("p2p_inter_node.csv", "1,2\n3,0\n", r"p2p_inter_node.csv, line 2: speeds must be above 0 \(got 3, 0\)"),
+        (
+            "p2p_inter_node.csv",
+            "1,2\n3,0\n",
+            r"_inter_node.csv, line 2: speeds must be 1e-09 GB/s or more \(got 3, 0\)",
+        ),
+        ("p2p_intra_node.csv", "1,2\n3,1e-320\n", r"p2p_intra_node.csv, line 2: speeds must be 1e-09 GB/s or more"),
         ("prim_toy_a_all_gather_2gpus.csv", "a,b\n1,2,3\n", r"a size and a time \(got 3 columns\)"),
         ("prim_toy_a_all_gather_2gpus.csv", "a,b\n", r"2gpus.csv: must have a line for each size \(got none\)"),
     ],
@@ -94,6 +102,9 @@ def test_what_is_not_there_is_told_with_what_is(tmp_path):
     write_profile(tmp_path, "gpt_toy", GPT)
     with pytest.raises(ValueError, match=r"must be given.*layers=None"):
         read_profile(tmp_path, "gpt_toy")
+    for layers in (0, -1):
+        with pytest.raises(ValueError, match=rf"layers must be 1 or more \(got -l {layers}\)"):
+            read_profile(tmp_path, "gpt_toy", layers)
     write_profile(tmp_path, "gpt_less", GPT[:-1])
     with pytest.raises(ValueError, match=r"must have 16 operators \(got 15"):
         read_profile(tmp_path, "gpt_less", 2)
@@ -105,3 +116,10 @@ def test_a_degree_that_is_not_there_is_told_with_those_that_are(tmp_path):
         profile.costs_of(2, Share(4, 1))
     with pytest.raises(ValueError, match=r"micro-batch of 3 over 2 replicas"):
         profile.costs_of(3, Share(1, 2))
+
+
+def test_a_file_of_no_samples_or_no_degree_is_none_of_the_profile(tmp_path):
+    folder = write_profile(tmp_path, "toy_a", ["one"])
+    for name in ("toy_a_mbs0_tp1_algo0.csv", "toy_a_mbs1_tp0_algo0.csv"):
+        (folder / name).write_text((folder / FILE).read_text())
+    assert set(read_profile(folder, "toy_a").costs) == {(m, d, 0) for m in (1, 2) for d in (1, 2)}

@@ -54,7 +54,9 @@ def test_the_keys_are_those_of_acesos_files():
         ({"micro_batch_size": 3}, r"whole number of micro-batches \(got 8 and 3\)"),
         ({"global_batch_size": "8"}, r"global_batch_size must be a whole number \(got '8'\)"),
         ({"algo_of_each_op": [[0, 1.5], [0]]}, r"algo_of_each_op must be a whole number \(got 1.5\)"),
-        ({"num_ops_in_each_stage": [], "num_gpus": []}, "must have an entry for each stage"),
+        ({"num_ops_in_each_stage": [2.0, 1.0]}, r"num_ops_in_each_stage must be a whole number \(got 2.0\)"),
+        ({"num_stages": 3}, r"num_stages must be the number of stages \(got 3 for 2\)"),
+        ({"num_ops_in_each_stage": [], "num_gpus": [], "num_stages": 0}, "must have an entry for each stage"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path, changed, told):

@@ -100,8 +100,11 @@ def test_stages_stay_in_their_nodes(tmp_path):
 
 def test_a_batch_that_no_micro_batch_divides_is_refused(tmp_path):
     profile = read_profile(write_profile(tmp_path, "toy_a", ["one"], samples=(2, 4)), "toy_a")
-    with pytest.raises(ValueError, match=r"profiled micro-batches \(got 7; toy_a has those of 2, 4"):
+    with pytest.raises(ValueError, match=r"were profiled.* \(got 7 on nodes of 1; toy_a has .* of 2, 4 samples"):
         search(profile, Cluster(nodes=1, devices_per_node=1), batch=7, memory_bytes=10**12)
+    odd = read_profile(write_profile(tmp_path, "toy_b", ["one"], degrees=(3,), algorithms=(1,)), "toy_b")
+    with pytest.raises(ValueError, match=r"a power of two .* degrees of 3, algorithms 1\)"):
+        search(odd, Cluster(nodes=1, devices_per_node=1), batch=8, memory_bytes=10**12)
     for changed in ({"batch": 0}, {"most_stages": 0}):
         with pytest.raises(ValueError, match="must be 1 or more"):
             search(profile, Cluster(nodes=1, devices_per_node=1), **{"batch": 8, "memory_bytes": 1, **changed})
