@@ -8,7 +8,7 @@ from stronghold.planner.program import Kind
 from stronghold.planner.step_costs import HostWork, LayerWork, Machine, StepSettings
 
 CALLS = HostWork(
-    forward_s=55, backward_s=90, streamed_forward_s=160, streamed_backward_s=280, again_s=350, update_s=150
+    forward_s=55, backward_s=90, streamed_forward_s=160, streamed_backward_s=280, again_s=170, update_s=150
 )
 """What the engine does for a layer of twelve parameters, in small operators that the host computes (``host_call_s``).
 
