@@ -14,6 +14,7 @@
 #include "isa.h"
 #include "muon.h"
 #include "stream.h"
+#include "workers.h"
 
 namespace py = pybind11;
 
@@ -107,6 +108,11 @@ void stream(Address weight, Address grad, Address exp_avg, Address exp_avg_sq, s
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Host kernels of stronghold; import stronghold.native instead.";
+  module.def("find_openmp", [](const std::string& path) { return stronghold::find_openmp(path.c_str()); });
+  module.def("in_team", [](int threads, const py::function& task) {
+    const stronghold::Team team(threads);
+    task();
+  });
   module.def("adamw", &adamw, py::arg("segments"), py::arg("threads"), py::arg("isa"));
   module.def("squared_norms", &squared_norms, py::arg("spans"), py::arg("threads"), py::arg("isa"));
   module.def("accumulate", &accumulate, py::arg("additions"), py::arg("threads"), py::arg("isa"));

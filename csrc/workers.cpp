@@ -1,5 +1,6 @@
 #include "workers.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -116,8 +117,18 @@ class Pool {
 
 std::atomic<Pool*> pool{nullptr};
 
-// A child of fork has none of the threads, and locks in whatever state they were: it forgets the pool.
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr); });
+// What a compiler makes of "#pragma omp parallel", in GNU's OpenMP and in those that stand in for it.
+using Parallel = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+std::atomic<Parallel> parallel{nullptr};
+
+// The threads of this thread's team, 0 where it has none.
+thread_local int team = 0;
+
+// A child of fork has none of the threads, and locks in whatever state they were: it forgets the pool, and OpenMP.
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
+  pool.store(nullptr);
+  parallel.store(nullptr);
+});
 
 // Never destroyed: at exit its threads are asleep on its members.
 Pool& the_pool() {
@@ -137,10 +148,29 @@ void for_each(std::int64_t count, int threads, const std::function<void(std::int
   const DefaultEnvironment environment;
   Job job(work, count, threads);
   const int helpers = static_cast<int>(std::min<std::int64_t>(threads, count)) - 1;
+  const Parallel in_team = team > 1 && threads >= team ? parallel.load() : nullptr;
   if (helpers < 1)
     job.take_part();
+  else if (in_team != nullptr)
+    in_team(
+        [](void* data) {
+          const DefaultEnvironment environment;
+          static_cast<Job*>(data)->take_part();
+        },
+        &job, static_cast<unsigned>(team), 0);
   else
     the_pool().run(job, helpers);
 }
+
+bool find_openmp(const char* path) {
+  void* const library = dlopen(path, RTLD_NOLOAD | RTLD_LAZY);
+  if (library == nullptr) return false;
+  parallel.store(reinterpret_cast<Parallel>(dlsym(library, "GOMP_parallel")));
+  return parallel.load() != nullptr;
+}
+
+Team::Team(int threads) : before_(team) { team = threads; }
+
+Team::~Team() { team = before_; }
 
 }  // namespace stronghold

@@ -1,7 +1,8 @@
 // The threads that kernels run on: one pool for the whole process, whose idle threads sleep.
 //
-// Not OpenMP: the idle threads of libgomp spin for milliseconds, on cores that the forward pass wants, and a child
-// forked from a process that has used them hangs in its first parallel region.
+// Not OpenMP's: the idle threads of libgomp spin for milliseconds, on cores that the forward pass wants, and a child
+// forked from a process that has used them hangs in its first parallel region. But where PyTorch has just computed on
+// the calling thread, its team spins already, and a thread of the pool would wait for a core: see Team.
 #pragma once
 
 #include <cstdint>
@@ -16,5 +17,21 @@ namespace stronghold {
 // (round to nearest, subnormals kept), whatever the caller's is: the bits do not depend on who computes them.
 // In a child of fork the pool starts anew. Throws std::invalid_argument where threads < 1.
 void for_each(std::int64_t count, int threads, const std::function<void(std::int64_t)>& work);
+
+// Finds the OpenMP that the library at `path`, which is loaded, computes with. Returns whether there is one.
+bool find_openmp(const char* path);
+
+// As long as it lives, calls of for_each on this thread with so many threads or more are for the thread's own team of
+// OpenMP, which has so many; those with fewer are for the pool, as all are in a child of fork.
+class Team {
+ public:
+  explicit Team(int threads);
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+ private:
+  int before_;
+};
 
 }  // namespace stronghold

@@ -233,3 +233,48 @@ def test_a_program_ends_while_a_daemon_thread_is_in_a_kernel():
         started.wait()
         """
     )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PyTorch's OpenMP is found on Linux")
+def test_the_thread_that_computes_has_kernels_on_pytorch_s_threads_and_no_bit_changes():
+    assert "a thread more: 0, 2\nthe same child: 0\n" in in_a_process(
+        """
+        import os
+        import torch
+        from tests.native_cases import CHUNK, assert_same_bits, copy_of, segment
+        from stronghold import native
+
+        def threads():
+            return len(os.listdir("/proc/self/task"))
+
+        torch.set_num_threads(3)
+        torch.ones(1 << 22).exp_()  # which begins its threads
+        before = segment(9 * CHUNK + 5)
+        expected, mine = copy_of(before), copy_of(before)
+        native.adamw([expected], threads=1)
+        there = threads()
+        torch.set_flush_denormal(True)
+        native.in_team(lambda: native.adamw([mine], threads=4))  # PyTorch's three are enough
+        torch.set_flush_denormal(False)
+        assert_same_bits(mine, expected)
+        norms = []
+        native.in_team(lambda: norms.append(native.squared_norms([expected.weight], threads=3)))
+        assert norms == [native.squared_norms([expected.weight], threads=1)]
+        more = threads() - there
+        try:
+            native.in_team(lambda: 1 / 0)
+        except ZeroDivisionError:
+            pass
+        native.adamw([copy_of(before)], threads=3)  # out of it: the pool
+        print(f"a thread more: {more}, {threads() - there}")
+
+        mine = copy_of(before)
+        child = os.fork()
+        if child == 0:
+            native.in_team(lambda: native.adamw([mine], threads=3))  # by a pool of its own
+            torch.set_num_threads(1)  # OpenMP's own threads would hang
+            assert_same_bits(mine, expected)
+            os._exit(0)
+        print("the same child:", os.waitpid(child, 0)[1])
+        """
+    )

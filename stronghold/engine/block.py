@@ -27,7 +27,7 @@ from stronghold.engine.microbatch import MicroBatches, batch_of
 from stronghold.engine.module_writes import ModuleWrites
 from stronghold.engine.packing import Fetches, Run, pack, pack_input, pack_on_host, there, unpack, unpack_input
 from stronghold.engine.parametrized import ParametrizationCache
-from stronghold.engine.places import Places
+from stronghold.engine.places import ModulePlaces
 from stronghold.engine.recorded import Recorded
 from stronghold.engine.replay import State, requiring_grad
 from stronghold.engine.saved import stale_error
@@ -114,7 +114,7 @@ class Block:
         self._owners = [(weakref.ref(m), name, p) for m, name, p in owners if p is not None and id(p) in placed]
         self._parameters = [*module.parameters()]  # those that lie elsewhere as well
         self._elsewhere = [parameter for parameter in self._parameters if id(parameter) not in placed]
-        self._places = Places(module)
+        self._places = ModulePlaces(module)
         self.members = Members(module.named_modules(prefix=self.unit.name))
 
     def take_in(self, beside: Unit | None) -> None:

@@ -18,7 +18,7 @@ from stronghold.errors import OffloadedModelError
 
 ABSENT = object()
 """Stands for the value of what is not there."""
-Found = tuple["Place", dict[str, Any], list[tuple[str, Any, Any, int]]]
+Found = tuple["ModulePlace", dict[str, Any], list[tuple[str, Any, Any, int]]]
 """A place, its values that nothing can change, and others with their copies and versions."""
 
 
@@ -36,17 +36,17 @@ class Quiet(NamedTuple):
         return names.keys() == self.names and self.atoms.items() <= names.items()
 
 
-class Places:
+class ModulePlaces:
     """The places of a layer's modules, to which it refers weakly."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self.modules = [weakref.ref(m) for m in module.modules()]
-        self._all = [Place(reference, kind) for reference in self.modules for kind in ("buffer", "attribute")]
+        self._all = [ModulePlace(reference, kind) for reference in self.modules for kind in ("buffer", "attribute")]
         self._quiet: list[Quiet | None] = [None] * len(self._all)
         """What was found last at those that were quiet then."""
 
-    def found(self, generator: Callable[[Any], Any]) -> tuple[list[tuple[Place, Quiet]], list[Found]]:
+    def found(self, generator: Callable[[Any], Any]) -> tuple[list[tuple[ModulePlace, Quiet]], list[Found]]:
         """Returns what is there now: where it is quiet, and elsewhere, copied; ``generator`` copies generators."""
         quiet, others = [], []
         for number, (place, known) in enumerate(zip(self._all, self._quiet, strict=True)):
@@ -59,13 +59,13 @@ class Places:
                     others.append((place, atoms, more))
                     continue
             quiet.append((place, known))
-        places = [Place(weakref.ref(value), "object") for value in _objects_in(others)]
+        places = [ModulePlace(weakref.ref(value), "object") for value in _objects_in(others)]
         others += [(place, *_sorted(place, place.names(), generator)) for place in places]
         return quiet, others
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ModulePlace:
     """Where a module keeps its buffers, or its plain attributes, by name; or an object in one of these, its own."""
 
     owner: weakref.ref[Any]
@@ -120,7 +120,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 def _sorted(
-    place: Place, names: dict[str, Any], generator: Callable[[Any], Any]
+    place: ModulePlace, names: dict[str, Any], generator: Callable[[Any], Any]
 ) -> tuple[dict[str, Any], list[tuple[str, Any, Any, int]]]:
     """Returns what is at a place: values that nothing can change, and others with their copies and versions."""
     atoms: dict[str, Any] = {}

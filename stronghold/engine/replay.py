@@ -21,7 +21,7 @@ from stronghold.engine.held_values import (
     held_value,
     without_graph,
 )
-from stronghold.engine.places import ABSENT, Place, Places, same_items
+from stronghold.engine.places import ABSENT, ModulePlace, ModulePlaces, same_items
 
 
 class State:
@@ -39,11 +39,11 @@ class State:
     hold that. ``generator`` copies generators of random numbers, which the arguments may hold as well.
     """
 
-    def __init__(self, places: Places, generator: Callable[[Any], Any] = generator_copy) -> None:
+    def __init__(self, places: ModulePlaces, generator: Callable[[Any], Any] = generator_copy) -> None:
         self._quiet, self._before = places.found(generator)
-        self._changed: list[tuple[Place, str, Any]] = []
+        self._changed: list[tuple[ModulePlace, str, Any]] = []
         self._module = places.module
-        self._left: list[tuple[Place, dict[str, Any], list[tuple[str, Any, Any]]]] = []
+        self._left: list[tuple[ModulePlace, dict[str, Any], list[tuple[str, Any, Any]]]] = []
         """What the first run left alone: values that nothing can change, and others with their versions."""
 
     def ran(self) -> None:
@@ -108,7 +108,7 @@ class State:
             for names, name, value in present:
                 _put(names, name, value)
 
-    def _changed_since(self) -> Iterator[tuple[Place, str, Any]]:
+    def _changed_since(self) -> Iterator[tuple[ModulePlace, str, Any]]:
         for place, known in self._quiet:
             names = place.names()
             if not known.is_at(names):

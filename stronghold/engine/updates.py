@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from stronghold import native
 from stronghold.device import Device, Event, Wait, Waits, check_process, forks
 from stronghold.optim import HostAdamW, Update, gradients_of, settings_now, updates_of
 from stronghold.store import Store, UpdateIO
@@ -185,7 +186,7 @@ class Updates:
                 update.done()
 
         if unit.resident:
-            self._device.compute_now(task, update.moved_bytes)
+            self._device.compute_now(lambda: native.in_team(task), update.moved_bytes)
             return None
         if unit.has_device_copy:
             after = self._bring_down(update)

@@ -37,6 +37,7 @@ from stronghold.native.kernels import (
 )
 from stronghold.native.muon_kernels import Momentum, Moved, muon_momentum, muon_move
 from stronghold.native.processor import usable_cores
+from stronghold.native.team import in_team
 
 __all__ = [
     "BLOCK",
@@ -64,6 +65,7 @@ __all__ = [
     "crc32c",
     "hold_tensor_heap",
     "host_bytes",
+    "in_team",
     "keep_freed_memory",
     "most_host_bytes",
     "muon_momentum",

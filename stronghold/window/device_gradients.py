@@ -148,7 +148,11 @@ class DeviceGradients:
         unknown = [key for key in values if key not in sums]
         if unknown:
             gradients, squares = [values[key] for key in unknown], list[Tensor]()
-            self.device.compute_now(lambda: squares.extend(squares_of(gradients, self._threads).unbind()))
+
+            def sum_up() -> None:
+                squares.extend(squares_of(gradients, self._threads).unbind())
+
+            self.device.compute_now(lambda: native.in_team(sum_up))
             sums.update(zip(unknown, squares, strict=True))
         return [sums[key] for key in values]
 

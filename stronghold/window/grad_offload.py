@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stronghold import native
 from stronghold.device import Device, Event, HostBuffer, Wait, Waits
 from stronghold.layout import Layout
 from stronghold.unit import HostGrad, Unit
@@ -106,7 +107,11 @@ class GradOffload:
         """Ends the filling of a slot and returns it: copies down may follow. The next one is filled from now on."""
         slot, views = self.slot, self._slot_views(unit)
         gradients, squares = [views[index].values for index in indices], [views[index].squares for index in indices]
-        self.device.compute_run(lambda: write_squares(gradients, squares, threads, found_inf))
+
+        def sum_up() -> None:
+            write_squares(gradients, squares, threads, found_inf)
+
+        self.device.compute_run(lambda: native.in_team(sum_up))
         self._turn()
         return slot
 

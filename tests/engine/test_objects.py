@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import stronghold
-from stronghold.engine.places import Places
+from stronghold.engine.places import ModulePlaces
 from stronghold.engine.replay import State
 from stronghold.errors import OffloadedModelError
 from tests.adapters import SHAPE, adapted
@@ -208,7 +208,7 @@ class Slotted:
 
 
 def ran(module: nn.Module) -> State:
-    state = State(Places(module))
+    state = State(ModulePlaces(module))
     state.ran()
     return state
 

@@ -13,7 +13,7 @@ import stronghold
 from stronghold.engine.arguments import fill, flatten
 from stronghold.engine.copying import is_generator, structural_copy
 from stronghold.engine.forward_hooks import ForwardHooks
-from stronghold.engine.places import Places
+from stronghold.engine.places import ModulePlaces
 from stronghold.engine.replay import State
 from stronghold.errors import OffloadedModelError
 from tests.small import Cache, assert_close
@@ -169,7 +169,7 @@ def everything(module):
 def test_the_second_run_finds_the_state_of_the_first_and_leaves_no_trace():
     torch.manual_seed(0)
     module, x = Stateful(), torch.randn(4, 2, requires_grad=True)
-    state = State(Places(module))
+    state = State(ModulePlaces(module))
     first = module(x)
     state.ran()
     module(x * 2)  # another run in between
@@ -194,7 +194,7 @@ def test_an_attribute_that_the_first_run_made_is_absent_again():
             return "made"
 
     module = Late()
-    state = State(Places(module))
+    state = State(ModulePlaces(module))
     assert module() == "made"
     state.ran()
     with state.again():
@@ -204,7 +204,7 @@ def test_an_attribute_that_the_first_run_made_is_absent_again():
 
 def test_a_run_that_fails_restores_the_state_all_the_same():
     module = Stateful()
-    state = State(Places(module))
+    state = State(ModulePlaces(module))
     module(torch.randn(4, 2))
     state.ran()
     after = everything(module)
@@ -256,7 +256,7 @@ def test_hooks_that_look_run_once_and_hooks_that_change_run_twice():
     module.other.register_forward_hook(note("changes in place", lambda args, output: _doubled(output)))
     module.other.register_forward_hook(note("with keywords"), with_kwargs=True)
     module.other.register_forward_hook(note("looks always"), always_call=True)
-    x, hooks = torch.ones(1, 2), ForwardHooks(Places(module).modules)
+    x, hooks = torch.ones(1, 2), ForwardHooks(ModulePlaces(module).modules)
     kept = [dict(m._forward_hooks) for m in (module.one, module.other)]
     with hooks.first():
         first = module.forward(x)
@@ -282,7 +282,7 @@ def test_a_hook_on_all_modules_is_one_of_them(kind, looks):
     register = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")
     handle = register(hook)
     try:
-        x, hooks = torch.ones(1, 2), ForwardHooks(Places(module).modules)
+        x, hooks = torch.ones(1, 2), ForwardHooks(ModulePlaces(module).modules)
         with hooks.first():
             first = module.forward(x)
         assert calls == [module.one, module.other]
@@ -313,7 +313,7 @@ class Plain(nn.Module):
 
 
 def ran(module):
-    state = State(Places(module))
+    state = State(ModulePlaces(module))
     state.ran()
     return state
 
@@ -322,7 +322,7 @@ def test_of_large_tensors_only_buffers_that_training_writes_are_held_for_the_sec
     module = Codebook()
     module.register_buffer("cache", torch.ones(64, 8), persistent=False)
     module.mask = torch.ones(64, 8)
-    state = State(Places(module))
+    state = State(ModulePlaces(module))
     module(torch.randn(4, 8))
     state.ran()
     assert {name for _, name, _ in state._changed} == {"book", "average"}
@@ -383,7 +383,7 @@ def test_modules_are_gone_through_once_a_run_however_many_hooks_are_called(monke
     for one in (module.one, module.other):
         one.register_forward_pre_hook(lambda m, args: None)
         one.register_forward_hook(lambda m, args, output: output + 1)
-    hooks = ForwardHooks(Places(module).modules)
+    hooks = ForwardHooks(ModulePlaces(module).modules)
     with hooks.first():
         first = module.forward(x)
     assert len(walks) == 1
@@ -397,7 +397,7 @@ def test_hooks_that_come_or_go_after_the_first_run():
     module.one.register_forward_hook(lambda m, a, output: output + 1)
     looks = module.one.register_forward_hook(lambda m, a, output: None)
     changes = module.other.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
-    hooks = ForwardHooks(Places(module).modules)
+    hooks = ForwardHooks(ModulePlaces(module).modules)
     with hooks.first():
         first = module.forward(x)
     late = module.other.register_forward_hook(lambda m, a, output: output * 100)
@@ -449,7 +449,7 @@ def test_hooks_that_come_during_the_first_run_stay_and_run_from_then_on(on, by, 
 
             module.one.register_forward_hook(register)
         calls.clear()
-        hooks, state = ForwardHooks(Places(module).modules), State(Places(module))
+        hooks, state = ForwardHooks(ModulePlaces(module).modules), State(ModulePlaces(module))
         with hooks.first() if twice else nullcontext():
             outputs = [module.forward(x)]
         state.ran()
@@ -480,7 +480,7 @@ def test_a_hook_that_is_removed_during_the_first_run_is_gone_at_once():
 
     module, x = Once(), torch.ones(1, 2)
     module.looking = module.one.register_forward_hook(lambda *_: calls.append(1))
-    hooks = ForwardHooks(Places(module).modules)
+    hooks = ForwardHooks(ModulePlaces(module).modules)
     with hooks.first():
         first = module.forward(x)
     assert calls == [1]
