@@ -76,9 +76,9 @@ class Block:
     """A layer whose ``forward`` passes through the window.
 
     In training the layer runs again in the backward pass (:func:`checkpointed`), which restores random states and
-    autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched
-    again when it is asked for. Of a resident layer nothing is, and autograd keeps all by itself. What is trained of
-    a layer may lie ``beside`` it, in units of the root.
+    autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched again when it is
+    asked for. Of a resident layer nothing is, and autograd keeps all by itself. What is trained of a layer may lie
+    ``beside`` it, in units of the root.
 
     The layer holds its block. Neither the block nor autograd's graph holds the layer: a module may keep a graph in an
     attribute, and the garbage collector does not see the way through one.

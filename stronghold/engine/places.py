@@ -33,7 +33,7 @@ class Quiet(NamedTuple):
 
     def is_at(self, names: dict[str, Any]) -> bool:
         """Whether nothing else is at a place now, which has these ``names``."""
-        return names.keys() == self.names and self.atoms.items() <= names.items()
+        return names.keys() == self.names and all(map(is_, map(names.get, self.atoms), self.atoms.values()))
 
 
 class ModulePlaces:

@@ -144,8 +144,6 @@ _LEFT = object()
 
 
 def _differing(atoms: dict[str, Any], names: dict[str, Any]) -> list[tuple[str, Any]]:
-    if atoms.items() <= names.items():
-        return []
     return [(name, value) for name, value in atoms.items() if names.get(name, ABSENT) is not value]
 
 

@@ -185,6 +185,24 @@ def test_the_second_run_finds_the_state_of_the_first_and_leaves_no_trace():
     assert module.quiet is quiet
 
 
+@pytest.mark.parametrize("values", [[3], [3, 3]])
+def test_a_number_in_whose_place_an_equal_tensor_came_is_told_from_it(values):
+    module = nn.Linear(1, 1)
+    module.count, places = 3, ModulePlaces(module)
+    state = State(places)
+    module.count = torch.tensor(values)
+    state.ran()
+    with state.again():
+        assert type(module.count) is int
+
+    state = State(places)
+    module.count.add_(1)
+    state.ran()
+    with state.again():
+        assert module.count.tolist() == values
+    assert module.count.tolist() == [value + 1 for value in values]
+
+
 def test_an_attribute_that_the_first_run_made_is_absent_again():
     class Late(nn.Module):
         def forward(self):
