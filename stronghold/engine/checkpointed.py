@@ -89,6 +89,8 @@ class _Frame:
         @as_written
         def pack(tensor: Tensor) -> None:
             number = len(values)
+            if number == count:  # the layer has caught what ended its run
+                raise _EndOfRunError
             if (tensor.shape, tensor.dtype, tensor.device) != kinds[number]:
                 raise self._differs(number, tensor)
             kept = tensor if tensor.is_leaf else tensor.detach()  # as Saved.of
