@@ -1,5 +1,6 @@
 """Builds ``stronghold._C`` from ``csrc/``, with pybind11's headers and without PyTorch's."""
 
+import sys
 from glob import glob
 from importlib.util import find_spec
 
@@ -26,7 +27,7 @@ setup(
             include_dirs=["csrc", *HEADERS[:1]],
             language="c++",
             extra_compile_args=["-std=c++17", "-fvisibility=hidden", "-g0", *FLAGS, "-pthread"],
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", *(["-ldl"] if sys.platform == "linux" else [])],
         )
     ]
 )

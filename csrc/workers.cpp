@@ -148,7 +148,7 @@ void for_each(std::int64_t count, int threads, const std::function<void(std::int
   const DefaultEnvironment environment;
   Job job(work, count, threads);
   const int helpers = static_cast<int>(std::min<std::int64_t>(threads, count)) - 1;
-  const Parallel in_team = team > 1 && threads >= team ? parallel.load() : nullptr;
+  const Parallel in_team = team > 1 && threads >= team && threads <= 2 * team ? parallel.load() : nullptr;
   if (helpers < 1)
     job.take_part();
   else if (in_team != nullptr)

@@ -12,9 +12,10 @@ class StepTimes:
     """One optimizer step: its time in seconds, and what crossed the link between host and device.
 
     ``total_s`` is from the end of the step before, with so many backward ``passes``. The model is left alone for
-    ``outside_s``: from the end of the step before, or of a backward pass, to a training pass, as while a loader reads,
-    a checkpoint is written or an evaluation runs. The waits are the computation's, otherwise: for a layer's fetch from
-    host memory, for a layer's update before its fetch, for a fetch from disk; ``compute_s`` is the rest.
+    ``outside_s``: from the end of the step before, or of a backward pass, to the first layer of a training pass, as
+    while a loader reads, a checkpoint is written or the model is evaluated, without gradients and in ``eval()``. The
+    waits are for a layer's fetch from host memory, for an update before its weights are used, wherever that is, and for
+    a fetch from disk; ``compute_s`` is the rest.
 
     What was moved is counted from the end of the step before. ``spared_fetches`` are parts of experts that no token
     needed, not fetched in the forward pass. What the disk has read and written belongs, in part, to the updates of the

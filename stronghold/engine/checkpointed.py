@@ -18,7 +18,7 @@ from stronghold.errors import OffloadedModelError
 from stronghold.unit import as_written, opaque
 
 _ROOT = torch.empty(0, device="cpu", requires_grad=True)
-"""Has a function of nothing but integers a node in autograd's graph."""
+"""Gives :class:`_Inputs` a node in autograd's graph even where no input has a gradient."""
 _OF_INPUTS = "; a layer that writes its own input needs offload(..., activations='keep')"
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -83,11 +83,12 @@ class _Frame:
 
     @opaque
     def _run_again(self, task: int) -> None:
+        self._values, self._task = [], -1  # what a pass before has left unused goes
         values: list[Saved | None] = []
         kinds, count = self._kinds, len(self._kinds)
 
         @as_written
-        def pack(tensor: Tensor) -> None:
+        def pack(tensor: Tensor) -> Tensor:
             number = len(values)
             if number == count:  # the layer has caught what ended its run
                 raise _EndOfRunError
@@ -97,12 +98,13 @@ class _Frame:
             values.append(Saved(kept, 0 if kept.is_inference() else kept._version))
             if number + 1 == count:
                 raise _EndOfRunError
+            return kept
 
         if isinstance(self._inputs, Tensor):
             tensors = self._inputs.grad_fn.saved_tensors  # type: ignore[union-attr]
         else:
             tensors = [saved.value(self._layer, _OF_INPUTS) for saved in self._inputs]
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unused)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _as_packed)
         try:
             with self._surroundings.again(), torch.enable_grad(), hooks:
                 self._function(*tensors)
@@ -130,9 +132,9 @@ class _EndOfRunError(BaseException):
     """Ends a second run that has saved all that the first one did; a layer that catches Exception does not see it."""
 
 
-def _unused(packed: None) -> Tensor:
-    """Stands for unpacking in a second run, whose own graph nothing goes back through."""
-    raise RuntimeError("a second run's own graph has no backward pass")
+def _as_packed(tensor: Tensor) -> Tensor:
+    """Returns what a second run has saved, for a function that differentiates a part of itself."""
+    return tensor
 
 
 class _Inputs(torch.autograd.Function):

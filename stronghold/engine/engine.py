@@ -248,10 +248,10 @@ class Engine:
         else:
             self._close_layer()  # a checkpoint of the user's own runs its layers again
         block.check()
+        self.stopwatch.come_back(block.module)
         self.take_writes(block.unit)
         if block.layer == 0 and not self._root.same():
             self.refuse_changes()
-        self.stopwatch.come_back(block.module)
         if torch.is_grad_enabled():
             check_not_averaged(block.unit, self.units)
             self._hooks.on_layer(block.unit)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from stronghold.device import Waits
+from stronghold.device import KEPT_WAITS, Waits
 from stronghold.native import DiskCounters
 from stronghold.step_times import StepTimes
 from stronghold.window import Traffic
@@ -20,8 +20,9 @@ _Stamps = deque[tuple[object, object]]
 class Stopwatch:
     """Cuts the engine's traffic at each optimizer step, and adds it up when asked.
 
-    From the end of a step, or of a backward pass, to the next training pass the model is left alone: there a loader
-    reads, a checkpoint is written, an evaluation runs. That time is told apart, and waits in it are not the step's.
+    From the end of a step, or of a backward pass, to the first layer of the next training pass the model is left alone:
+    there a loader reads, a checkpoint is written, an evaluation runs. That time is told apart. Fetches that were waited
+    for in it are not the step's; updates are, whoever was first to wait for them.
     """
 
     def __init__(self, waits: Waits, fetched: Traffic, gradients: Traffic, disk: Callable[[], DiskCounters]) -> None:
@@ -35,8 +36,10 @@ class Stopwatch:
         """Since when the model is left alone, None while it trains."""
         self._waited = Traffic()
         """What was waited for in this step until it was left alone the last time."""
-        self._outside: _Stamps = deque()
-        self._last: tuple[object, object, Traffic, Traffic, DiskCounters, _Stamps] | None = None
+        self._outside: _Stamps = deque(maxlen=KEPT_WAITS)
+        self._waited_outside: _Stamps = deque(maxlen=KEPT_WAITS)
+        """For updates, in that time."""
+        self._last: tuple[object, object, Traffic, Traffic, DiskCounters, _Stamps, _Stamps] | None = None
         self._known: StepTimes | None = None
 
     def leave(self, *, more: bool) -> None:
@@ -46,10 +49,13 @@ class Stopwatch:
             self._left = self._device.stamp()
 
     def come_back(self, layer: nn.Module) -> None:
-        """Called when a layer is about to compute, in training or not."""
+        """Called when a layer is about to compute; not in training where it has neither gradients nor that mode."""
         # Without gradients in a reentrant checkpoint's first run, with them where a model is fine-tuned in eval mode.
         if self._left is not None and (torch.is_grad_enabled() or layer.training):
-            for _, waits in self._waits_by_kind():
+            for kept, waits in self._waits_by_kind():
+                if kept is self._waited.update_waits:
+                    kept += waits
+                    self._waited_outside += waits
                 waits.clear()
             self._outside.append((self._left, self._device.stamp()))
             self._left = None
@@ -66,19 +72,20 @@ class Stopwatch:
         fetched, gradients = self._fetched.cut(), self._gradients.cut()
         fetched.fetch_waits, fetched.update_waits = self._waited.fetch_waits, self._waited.update_waits
         fetched.disk_waits = self._waited.disk_waits
-        self._last = (self._begin, now, fetched, gradients, disk, self._outside)
-        self._waited, self._outside = Traffic(), deque()
+        self._last = (self._begin, now, fetched, gradients, disk, self._outside, self._waited_outside)
+        self._waited, self._outside = Traffic(), deque(maxlen=KEPT_WAITS)
+        self._waited_outside = deque(maxlen=KEPT_WAITS)
         self._begin = self._left = now
         self._moved, self._known = moved, None
 
     def last(self) -> StepTimes | None:
         """Returns the times of the last step that was taken, or None before the first."""
         if self._last is not None and self._known is None:
-            begin, end, traffic, gradients, disk, outside = self._last
+            begin, end, traffic, gradients, disk, outside, waited_outside = self._last
             fetch_wait_s = self._seconds(traffic.fetch_waits)
             update_wait_s = self._seconds(traffic.update_waits)
             disk_wait_s = self._seconds(traffic.disk_waits)
-            outside_s = self._seconds(outside)
+            outside_s = max(0.0, self._seconds(outside) - self._seconds(waited_outside))
             total_s = self._device.seconds(begin, end)
             self._known = StepTimes(
                 total_s=total_s,

@@ -107,7 +107,7 @@ def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console 
     check_save_folder(run.save_folder)
     if not settings.resume:
         check_run_folder(run.out)
-    checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True), processes)
+    checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True, markup=False), processes)
     settings = checkpoints.settings
     torch.manual_seed(settings.seed)
     model, weights = _build_model(settings, console)
@@ -178,7 +178,7 @@ def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console 
                     f"kept       {', '.join(where)}: the run after step {done}, {format_bytes(report.disk_bytes)}; to "
                     f"go on: --resume --out {settings.out} {again}"
                 )
-            console.print(said, soft_wrap=True)
+            console.print(said, soft_wrap=True, markup=False)
         saved = run.save_folder if prepared.saves and (interrupted or lost or run.save) else None
         if saved is not None:
             save_with_others(model, saved, partial(write_files, tokenizer.files), is_tokenizer_file)

@@ -14,10 +14,11 @@ _FOUND = _C.find_openmp(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.
 
 
 def in_team(task: Callable[[], object]) -> None:
-    """Runs ``task``, which calls kernels, in the thread that computes.
+    """Runs ``task``, which calls kernels; called in a thread in which PyTorch has computed.
 
-    Kernels that are called with as many threads as PyTorch has, or more, are computed by those, others by the pool's. A
-    thread of the pool would first wait for a core: behind an operator PyTorch's spin on all of them for milliseconds.
+    Kernels that are called with as many threads as PyTorch has, or up to twice as many, are computed by those, others
+    by the pool's. A thread of the pool would first wait for a core: behind an operator PyTorch's spin on all of them
+    for milliseconds.
     """
     if _FOUND:
         _C.in_team(torch.get_num_threads(), task)

@@ -185,10 +185,9 @@ class Activations:
             longer = deque(_InputSlot(self.device.buffer(length)) for _ in range(SLOTS))
             slots.clear()
             slots.extend(longer)
-        # It is not the last one where a run came in between that nobody had expected.
-        slots.rotate(
-            -2 if slots[0] is spared else -1
-        )  # in one go: where Ctrl-C came between a slot's way out and in, there would be one less
+        # The one that is spared comes next where a run was in between that nobody had expected. In one go: where Ctrl-C
+        # came between a slot's way out and in, there would be one less.
+        slots.rotate(-2 if slots[0] is spared else -1)
         return slots[-1]
 
 

@@ -137,7 +137,11 @@ class DeviceGradients:
 
         self.device.compute_now(mean)
         squares = torch.zeros((), dtype=torch.float64, device=values.device)
-        self.device.compute_now(lambda: write_squares([join(values, remainder)], [squares], self._threads))
+
+        def square() -> None:
+            write_squares([join(values, remainder)], [squares], self._threads)
+
+        self.device.compute_now(lambda: native.in_team(square))
         return latest(unit, GradMeta(index, squares, remainder))
 
     def _squares(

@@ -82,8 +82,12 @@ def test_ctrl_c_while_the_error_is_made_leaves_no_thread_that_waits_for_it(monke
     own = watch.Watch(Gone(), 1, 2, [0, 1])
     own._over.set()  # its thread would claim what is free again
     own._thread.join()
+
+    def interrupted(lost):
+        raise KeyboardInterrupt  # a signal may wait while other threads run
+
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), own.waiting():
-        patched.setattr(own, "_message", lambda lost: signal.raise_signal(signal.SIGINT))
+        patched.setattr(own, "_message", interrupted)
         raise RuntimeError("Connection closed by peer")
     with pytest.raises(LostProcessError, match="process 0 is lost"), own.waiting():
         raise RuntimeError("Connection closed by peer")

@@ -201,12 +201,15 @@ def test_each_backward_pass_has_a_run_of_its_own():
 
 
 def test_what_is_used_is_let_go_and_what_was_saved_is_not_held():
-    held = []
+    first: list = []
+    held: list = []
 
     class Held(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            ctx.save_for_backward(x.clone())
+            saved = x.clone()
+            first.append(StorageWeakRef(saved.untyped_storage()))
+            ctx.save_for_backward(saved)
             return x.clone()
 
         @staticmethod
@@ -223,6 +226,7 @@ def test_what_is_used_is_let_go_and_what_was_saved_is_not_held():
 
     counts: list = []
     output = checkpointed(compute, torch.ones(1000, requires_grad=True), device=CPU)
+    assert [reference.expired() for reference in first] == [True] * 4
     output.sum().backward(retain_graph=True)
     assert counts == [0, 0, 0, 0]
     assert all(reference.expired() for reference in held)

@@ -89,6 +89,8 @@ def test_what_lies_between_steps_and_passes_is_not_computing():
     clock.now = 8.0
     watch.leave(more=False)
     fetched.fetch_waits.append((8.0, 8.25))
+    fetched.update_waits.append((8.25, 8.3125))  # updates are the step's, whoever waits first
+    watch._waits.for_updates.append((8.375, 8.4375))
     clock.now = 8.5
     watch.leave(more=False)
     with torch.no_grad():
@@ -99,9 +101,10 @@ def test_what_lies_between_steps_and_passes_is_not_computing():
     clock.now = 11.0
     watch.lap()  # clipping and the step are the step's
     step = watch.last()
-    assert (step.total_s, step.outside_s, step.fetch_wait_s, step.disk_wait_s) == (10.0, 4.5, 0.5, 0.125)
-    assert step.compute_s == 10.0 - 4.5 - 0.5 - 0.125
-    assert step.training_s == 5.5
+    assert (step.total_s, step.outside_s, step.fetch_wait_s, step.disk_wait_s) == (10.0, 4.375, 0.5, 0.125)
+    assert step.update_wait_s == 0.125
+    assert step.compute_s == 10.0 - 4.375 - 0.5 - 0.125 - 0.125
+    assert step.training_s == 5.625
 
     clock.now = 12.0
     watch.come_back(layer)

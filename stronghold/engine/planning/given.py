@@ -62,8 +62,8 @@ def check_plan(plan: TrainingPlan, model: nn.Module, device: torch.device, dtype
     if trained != plan.trained_parameters:
         raise ValueError(
             f"a plan is for the parameters that are trained (got the plan of {plan.model}, {plan.trained_parameters:,} "
-            f"of them, for a {type(model).__name__} that trains {trained:,}); plan for this one: stronghold plan -o "
-            "plan.json"
+            f"of them, for a {type(model).__name__} that trains {trained:,}); plan for these: stronghold plan --lora "
+            "of adapters, or stronghold.plan(model)"
         )
     here = facts_of(device).device_name
     if here != plan.machine:

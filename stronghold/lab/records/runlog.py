@@ -42,11 +42,12 @@ class RunLog:
         self._text = _open(Path(text), "a" if after else "w") if text is not None else None
         self._json = _open(path, "w" if after is None else "a")
         self._told = threading.excepthook
-        threading.excepthook = partial(_unless_raised, self._told)
+        self._tells: Callable[[threading.ExceptHookArgs], Any] = partial(_unless_raised, self._told)
+        threading.excepthook = self._tells
         try:
             self._events = SummaryWriter(str(self.folder), purge_step=None if after is None else after + 1)
         except OSError as error:
-            threading.excepthook = self._told
+            self._tell_again()
             raise _named(error, self.folder) from error
 
     def __enter__(self) -> "RunLog":
@@ -125,9 +126,14 @@ class RunLog:
                     close()
             except OSError as error:
                 errors.append(_named(error, path))
-        threading.excepthook = self._told
+        self._tell_again()
         if errors:
             raise errors[0]
+
+    def _tell_again(self) -> None:
+        """Puts back what tells of threads' errors, unless another has come since."""
+        if threading.excepthook is self._tells:
+            threading.excepthook = self._told
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
         _write(self._json, to_line(record))

@@ -71,7 +71,7 @@ class StagesReport:
             fetch_wait_s=fmean(step.fetch_wait_s for step in steps),
             update_wait_s=fmean(step.update_wait_s for step in steps),
             disk_wait_s=fmean(step.disk_wait_s for step in steps),
-            outside_s=fmean(step.outside_s for step in steps),
+            outside_s=max(steps, key=lambda step: step.total_s).outside_s,
             disk_busy_s=fmean(step.disk_busy_s for step in steps),
             fetches=sum(step.fetches for step in steps),
             fetched_bytes=sum(step.fetched_bytes for step in steps),
