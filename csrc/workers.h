@@ -11,11 +11,12 @@
 namespace stronghold {
 
 // Calls work(i) once for every i in [0, count), on the calling thread and at most threads - 1 others, in no particular
-// order but that a thread mostly takes neighbours, and returns when all are done. `work` must not throw. Any number of threads may call this at
-// once; but for a Team they share the pool, which holds as many threads as the largest call so far has asked for. Where the system
-// refuses a thread, those that there are do the work. Throughout, the floating-point environment is the default one
-// (round to nearest, subnormals kept), whatever the caller's is: the bits do not depend on who computes them.
-// In a child of fork the pool starts anew. Throws std::invalid_argument where threads < 1.
+// order but that a thread mostly takes neighbours, and returns when all are done. `work` must not throw. Any number of
+// threads may call this at once; but for a Team they share the pool, which holds as many threads as the largest call so
+// far has asked for. Where the system refuses it a thread, those that there are do the work. Throughout, the
+// floating-point environment is the default one (round to nearest, subnormals kept), whatever the caller's is: the bits
+// do not depend on who computes them. In a child of fork the pool starts anew. Throws std::invalid_argument where
+// threads < 1.
 void for_each(std::int64_t count, int threads, const std::function<void(std::int64_t)>& work);
 
 // Finds the OpenMP that the library at `path`, which is loaded and stays so, computes with. Returns whether there is

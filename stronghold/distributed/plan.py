@@ -232,6 +232,7 @@ def plan(
         batch=samples,
         layers=staged.space.layers if isinstance(staged, StagedModel) else 0,
         staged=staged,
+        states=formats,
         replicated=best,
         told=told,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,6 +54,7 @@ def best_of(
     batch: int,
     layers: int,
     staged: StagedModel | str,
+    states: Sequence[str],
     replicated: Callable[[int, float], TrainingPlan],
     told: Callable[[dict[str, Any]], TrainingPlan],
 ) -> TrainingPlan:
@@ -62,7 +62,8 @@ def best_of(
 
     ``replicated`` plans for so many replicas of one stage each, and no further than to see that they are no shorter
     than the shortest step so far, which it gets; they come last, for to play one of their steps takes the longest, and
-    their plan may then be longer than their best. ``staged`` is what can be cut, or why nothing can be;
+    their plan may then be longer than their best. ``staged`` is what can be cut, or why nothing can be, ``states`` what
+    moments may be in;
     ``told`` makes a plan of what is known of one in stages. Raises BudgetError where nothing fits, and ValueError where
     the processes can be nothing that trains the model.
     """
@@ -96,9 +97,8 @@ def best_of(
             refused += [_refused(planner, one) for one in result.refused[:1]]
             missing += _missing(result, replicas)
     if not plans:
-        raise _nothing(
-            processes, missing, left_out, may_disk=isinstance(staged, str) or bool(staged.planner.directories)
-        )
+        may_disk = isinstance(staged, str) or bool(staged.planner.directories)
+        raise _nothing(processes, missing, left_out, may_disk=may_disk, states=states)
     best, *others = sorted(plans, key=lambda plan: plan.step_s.likely)
     alternatives = [
         Alternative(
@@ -209,10 +209,12 @@ def _missing(found: StagedFound, replicas: int) -> list[str]:
     return [f"{least.choice.stages} stages{of}: {place} of each process must hold {needed} (got {limit})"]
 
 
-def _nothing(processes: int, missing: Sequence[str], left_out: Sequence[LeftOut], *, may_disk: bool) -> Exception:
+def _nothing(
+    processes: int, missing: Sequence[str], left_out: Sequence[LeftOut], *, may_disk: bool, states: Sequence[str]
+) -> Exception:
     if missing:
         lacking = "; ".join(missing)
-        eight = "" if re.search("states='(?!fp32)", lacking) else "allow states='8bit', "
+        eight = "allow states='8bit', " if set(states) == {"fp32"} else ""
         disk = "" if may_disk else "keep layers on disk (store=), "
         return BudgetError(
             f"nothing fits {processes} processes: {lacking}; raise the budgets of each process, {eight}{disk}or make "

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from stronghold.lab.command import WRONG_USAGE, error_in
 from stronghold.lab.methods import METHODS, ON_DISK
-from stronghold.lab.outputs import LOG_NAME
+from stronghold.lab.outputs import LOG_NAME, plain_console
 from stronghold.lab.records.agreement import AGAIN, REFERENCE, comparison_notes, comparison_table
 from stronghold.lab.records.json_lines import Record, append_record, check_records, describe_machine, read_records
 from stronghold.lab.records.runlog import check_run_folder
@@ -34,7 +34,7 @@ def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Conso
     records, which are appended to ``settings.record`` as they arise. Raises ValueError for what several methods cannot
     share.
     """
-    console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH, markup=False, emoji=False)
+    console = console or plain_console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     for name, value in (("save", settings.save), ("checkpoint_every", settings.checkpoint_every)):
         if value is not None:
             raise ValueError(f"{name} is for one method at a time (got {value!r} with method='all'); leave it out")
@@ -63,7 +63,7 @@ def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Conso
     _show(records, console)
     if settings.log:
         with Path(settings.log).open("w", encoding="utf-8") as file:
-            _show(records, Console(file=file, width=LOG_WIDTH, markup=False, emoji=False))
+            _show(records, plain_console(file=file, width=LOG_WIDTH))
     return records
 
 

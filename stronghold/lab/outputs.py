@@ -10,10 +10,13 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from stronghold.formats.mounts import check_no_mount
 from stronghold.formats.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PathLike = str | os.PathLike[str]
 
@@ -28,6 +31,13 @@ _IN_FOLDERS = {"out": [LOG_NAME, TIMELINE_NAME], "save": ["config.json"], "store
 PICTURES = (".png", ".svg", ".pdf")
 """What a picture of runs is called, by its kind."""
 _IMAGES = (".gif", ".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
+
+
+def plain_console(**options: Any) -> Console:
+    """Returns a console of rich's that prints text as it is: brackets in a path are no markup, ":x:" no emoji."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, **options)
 
 
 def own_files(out: str) -> list[tuple[str, str]]:

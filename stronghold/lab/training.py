@@ -37,7 +37,7 @@ from stronghold.lab.methods import Prepared, find_method
 from stronghold.lab.methods.parallel import join, records_of
 from stronghold.lab.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.lab.models.gpt import GPT
-from stronghold.lab.outputs import TIMELINE_NAME
+from stronghold.lab.outputs import TIMELINE_NAME, plain_console
 from stronghold.lab.receipt import receipt_rows
 from stronghold.lab.records.json_lines import Record, append_record, check_records, describe_machine
 from stronghold.lab.records.progress import StepDisplay
@@ -93,7 +93,7 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
 
 def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console | None) -> Outcome:
     stop = Stop()
-    console = console or Console(file=cast(TextIO, Output(stop)), markup=False, emoji=False)
+    console = console or plain_console(file=cast(TextIO, Output(stop)))
     method = find_method(settings.method)
     settings, processes = join(settings)
     run = settings  # whose records these are: of process 0 for the model, of every other one for itself

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from stronghold.lab.cases.case import CASES
 from stronghold.lab.cases.drawing import save_figure
 from stronghold.lab.cases.largest import find_largest
@@ -18,7 +16,7 @@ from stronghold.lab.cases.reading import read_results
 from stronghold.lab.cases.running import Place, run_case
 from stronghold.lab.cases.table import csv_text, tables
 from stronghold.lab.command import FAILED, WRONG_USAGE, in_one_line, run_command
-from stronghold.lab.outputs import check_file, check_folder
+from stronghold.lab.outputs import check_file, check_folder, plain_console
 from stronghold.lab.records.agreement import disagreements
 
 
@@ -64,7 +62,7 @@ def _extract(options: argparse.Namespace) -> int:
     path = options.csv or _stem(options).with_suffix(".csv")
     check_file("--csv", path)
     shown = _shown(options)
-    console = Console(width=None if sys.stdout.isatty() else 150, markup=False, emoji=False)
+    console = plain_console(width=None if sys.stdout.isatty() else 150)
     for table in tables(shown):
         console.print(table)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -132,9 +132,9 @@ def _add_measuring(measured: Group) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     import torch
-    from rich.console import Console
 
     from stronghold.lab.cli.stages import PartitionSettings, partition_model
+    from stronghold.lab.outputs import plain_console
 
     shape = given_shape(options)
     if options.model != GPT and shape:
@@ -162,7 +162,7 @@ def _run(options: argparse.Namespace) -> int:
         device=("cuda" if torch.cuda.is_available() else "cpu") if options.device is None else options.device,
         output=options.output,
     )
-    partition_model(settings, Console(markup=False, emoji=False))
+    partition_model(settings, plain_console())
     return 0
 
 

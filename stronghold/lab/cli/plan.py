@@ -137,10 +137,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.profile is not None:
         return run_profiled(options)
     check_no_profile(options)
-    from rich.console import Console
-
     from stronghold.lab.cli.probe import machine_of
-    from stronghold.lab.outputs import check_apart
+    from stronghold.lab.outputs import check_apart, plain_console
     from stronghold.lab.planning import PlanSettings, plan_run
 
     shape = given_shape(options)
@@ -184,7 +182,7 @@ def _run(options: argparse.Namespace) -> int:
         machine = machine_of(options.machine, options.device, options.disk or ())
     else:
         machine = _carded(options)
-    plan_run(settings, machine, Console(markup=False, emoji=False))
+    plan_run(settings, machine, plain_console())
     return 0
 
 

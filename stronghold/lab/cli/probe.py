@@ -56,8 +56,7 @@ def machine_of(file: str | None, device: str | None, disks: Sequence[str]) -> "M
     A kept one is used if all ``disks`` were measured. Raises ValueError for a file that is no machine's, or none, and
     what ``stronghold.probe`` raises.
     """
-    from rich.console import Console
-
+    from stronghold.lab.outputs import plain_console
     from stronghold.planner.machine_file import MachineFile
     from stronghold.probing import kept_machine
     from stronghold.probing.this_machine import device_given
@@ -81,26 +80,24 @@ def machine_of(file: str | None, device: str | None, disks: Sequence[str]) -> "M
     if kept is not None and all(disk in kept.disks for disk in wanted):
         return kept
     missing = "this machine" if kept is None else ", ".join(disk for disk in wanted if disk not in kept.disks)
-    console = Console(stderr=True, markup=False, emoji=False)
+    console = plain_console(stderr=True)
     console.print(f"{missing} has not been measured yet: stronghold probe", soft_wrap=True, markup=False)
     return _probed(console, device, disks, SECONDS, keep=True)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from stronghold.lab.outputs import check_file
+    from stronghold.lab.outputs import check_file, plain_console
 
     if options.output is not None:
         check_file("output", options.output)
     machine = _probed(
-        Console(stderr=True, markup=False, emoji=False),
+        plain_console(stderr=True),
         options.device,
         options.disk or (),
         options.seconds,
         keep=not options.no_keep,
     )
-    console = Console(markup=False, emoji=False)
+    console = plain_console()
     console.print(machine)
     if options.output is not None:
         machine.write(options.output)

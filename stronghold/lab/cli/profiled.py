@@ -52,9 +52,7 @@ def run_profiled(options: argparse.Namespace) -> int:
     Raises ValueError for arguments that say nothing here, a profile or a plan that cannot be read, BudgetError where
     nothing fits, OSError for a file that cannot be written.
     """
-    from rich.console import Console
-
-    from stronghold.lab.outputs import check_apart, check_file
+    from stronghold.lab.outputs import check_apart, check_file, plain_console
     from stronghold.planner.profiled.files import models_in, read_profile
     from stronghold.planner.profiled.operator_plan import read_operator_plan
     from stronghold.planner.profiled.plan_search import search
@@ -103,7 +101,7 @@ def run_profiled(options: argparse.Namespace) -> int:
                 f"{plan.batch}); leave --batch out, or search without --replay"
             )
         prediction = predict(profile, plan, cluster.devices_per_node)
-    console = Console(markup=False, emoji=False)
+    console = plain_console()
     console.print(
         PlannedOperators(profile=profile, cluster=cluster, plan=plan, prediction=prediction, memory_bytes=memory_bytes)
     )

@@ -25,6 +25,7 @@ from stronghold.lab.finetuning.settings import FinetuneSettings
 from stronghold.lab.finetuning.shown import before_rows, data_line
 from stronghold.lab.finetuning.tokens import Encoder, load_chat_tokenizer
 from stronghold.lab.models.files import vocabulary_of
+from stronghold.lab.outputs import plain_console
 from stronghold.lab.records.json_lines import describe_machine
 from stronghold.lab.records.runlog import RunLog, check_begins_anew, check_run_folder, check_told, to_go_on
 from stronghold.lab.records.runs import Summary, summarize
@@ -59,7 +60,7 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> O
         if find_spec(name) is None:  # said before anything is read; they import for seconds
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     stop = Stop()
-    console = console or Console(file=cast(TextIO, Output(stop)), markup=False, emoji=False)
+    console = console or plain_console(file=cast(TextIO, Output(stop)))
     check_told(settings.flat())
     settings.check_outputs()
     check_save_folder(settings.save)

@@ -77,6 +77,9 @@ def test_only_what_is_not_asked_for_is_told_to_be_allowed(capsys):
     ):
         found = refused(capsys, "plan", *SHAPE, *STEP, "--machine", "laptop.json", "--host-memory", "1MiB", *arguments)
         assert told in found
+    for states, told in (("fp32", "of each process, allow states='8bit', keep"), ("8bit", "of each process, keep")):
+        budget = ["--machine", "gpu.json", "--device-memory", "1KiB", "--processes", "2", "--states", states]
+        assert told in refused(capsys, "plan", *SHAPE, *STEP, *budget)
 
 
 def test_sizes_in_a_plans_file_may_have_units(capsys):
