@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stronghold import _C
+from stronghold.native.extension import _C
 from stronghold.native.kernels import FLOAT32, LACKS_REMAINDER, address, check_threads, halves, resolve
 
 _BF16 = (torch.bfloat16,)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from stronghold import _C
+from stronghold.native.extension import _C
 
 _FOUND = _C.find_openmp(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 """Whether PyTorch computes with an OpenMP whose teams others may use; so it is on Linux."""
