@@ -199,7 +199,8 @@ def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console 
     console.print(prepared.report())
     console.print(table("summary", summary.rows(), console.width))
     if plan is not None:
-        console.print(table("plan", receipt_rows(plan, summary, steps), console.width))
+        rows = receipt_rows(plan.planned(), summary, steps, counts_device=plan.processes == 1)
+        console.print(table("plan", rows, console.width))
     exit_code = stop.exit_code if interrupted else 0
     return Outcome(summary=summary, interrupted=interrupted, saved=saved, exit_code=exit_code)
 

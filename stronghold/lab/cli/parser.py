@@ -3,6 +3,7 @@
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from stronghold.lab.command import ERROR, WRONG_USAGE
@@ -10,6 +11,15 @@ from stronghold.lab.command import ERROR, WRONG_USAGE
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line with the way to its help."""
+
+    def parse_known_args(  # type: ignore[override]  # one of its overloads, which all end here
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parses ``args``; what no argument takes is an error here: of a command, whose parser is told of it first."""
+        found, others = super().parse_known_args(args, namespace)
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}")
+        return found, others
 
     def error(self, message: str) -> NoReturn:
         told = left_to_the_first()

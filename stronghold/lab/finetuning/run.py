@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, TextIO, cast
 
@@ -26,6 +26,7 @@ from stronghold.lab.finetuning.shown import before_rows, data_line
 from stronghold.lab.finetuning.tokens import Encoder, load_chat_tokenizer
 from stronghold.lab.models.files import vocabulary_of
 from stronghold.lab.outputs import plain_console
+from stronghold.lab.receipt import receipt_rows
 from stronghold.lab.records.json_lines import describe_machine
 from stronghold.lab.records.runlog import RunLog, check_begins_anew, check_run_folder, check_told, to_go_on
 from stronghold.lab.records.runs import Summary, summarize
@@ -175,8 +176,12 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
         losses = [one["loss"] for one in watch.evaluations]
         summary = summarize(start, watch.steps, held_out_loss=losses[-1] if losses else None)
         log.end({"interrupted": interrupted, "saved": saved}, summary)
-    console.print(report(model))
+    ended = report(model)
+    console.print(replace(ended, planned=None))  # which has the last step beside its plan: one is chance
     console.print(table("summary", summary.rows(), console.width))
+    if ended.planned is not None:
+        rows = receipt_rows(ended.planned.of_passes(settings.accumulate), summary, watch.steps)
+        console.print(table("plan", rows, console.width))
     exit_code = stop.exit_code if interrupted else 0
     return Outcome(summary=summary, interrupted=interrupted, saved=saved, exit_code=exit_code)
 

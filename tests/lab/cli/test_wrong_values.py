@@ -163,3 +163,9 @@ def test_what_can_be_written_is_taken_and_keeps_its_content(here):
     (here / "log").write_text("mine")
     assert call([*TRAIN, "--record", "new/runs.jsonl", "--log", os.devnull, "--save", "new/model"]) == 0
     assert (here / "new" / "model" / "config.json").exists() and (here / "log").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_no_argument_takes_is_told_with_the_commands_own_help(here, capsys, command):
+    assert call([*COMMANDS[command], "--nonsense"]) == 2
+    assert f"unrecognized arguments: --nonsense; see stronghold {command} --help" in capsys.readouterr().err

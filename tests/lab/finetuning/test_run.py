@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stronghold.lab.finetuning import trainer as trainers
 from stronghold.lab.finetuning.settings import SCHEDULERS, CourseSettings, FinetuneSettings, RowSettings
+from stronghold.lab.records.runs import WARM_UP_STEPS
 from stronghold.lab.training import TrainingError
 from stronghold.settings import OffloadSettings
-from stronghold.units import format_count
+from stronghold.units import format_count, format_seconds
 from tests.lab.finetuning import runs, small
 from tests.lab.finetuning.runs import LORA, PAIRS
 
@@ -476,3 +478,15 @@ def test_an_output_that_would_overwrite_something_is_refused_first(tmp_path, pla
             runs.run(wanted)
     assert (tmp_path / "data.jsonl").read_bytes() == before
     assert not (tmp_path / "run").exists()
+
+
+def test_a_planned_run_ends_with_its_plan_beside_the_median_of_its_steps(tmp_path: Path) -> None:
+    planned = OffloadSettings(activations="auto", resident="auto")
+    wanted = runs.settings(tmp_path, steps=5, plans=True, offload=planned)
+    shown = runs.run(wanted)
+    behind = shown[shown.index("summary") :]
+    behind_warm_up = [one["iteration_s"] for one in runs.records(wanted, "step")[WARM_UP_STEPS:]]
+    assert f"{format_seconds(statistics.median(behind_warm_up))} (" in next(
+        line for line in behind.splitlines() if "measured" in line
+    )
+    assert len(re.findall("measured .*, [+-][0-9]+%", shown)) == 2  # the step's, and what the host had in memory
