@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
-from stronghold.planner.disk_play import CHUNK_BYTES, DiskPlay
-from stronghold.planner.host_work import issued_s
+from stronghold.planner.disk_play import DiskPlay
 from stronghold.planner.issuing import program_of
 from stronghold.planner.play import Played, play
-from stronghold.planner.program import LAUNCHES, Kind, Operation, Program, Shape
-from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
+from stronghold.planner.program import Kind, Operation, Program, Shape
+from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings
+from stronghold.planner.step_seconds import chunks_of, disk_s_of, work_s_of
 from stronghold.spans import Span
 
 PLAYED_PASSES = 2
@@ -74,8 +73,12 @@ class StepTime:
     @cached_property
     def busy_s(self) -> dict[str, float]:
         busy_s = {resource.name.lower(): 0.0 for resource in Resource}
-        for span in self._worked:
-            busy_s[span.lane] += min(span.end_s, self._end_s) - max(span.begin_s, self._begin_s)
+        until_s = dict.fromkeys(busy_s, self._begin_s)
+        for span in sorted(self._worked, key=lambda span: span.begin_s):
+            # A transfer of the disk's that gives way to a more urgent one is under way as long as that, too.
+            since_s = max(span.begin_s, until_s[span.lane])
+            until_s[span.lane] = max(since_s, min(span.end_s, self._end_s))
+            busy_s[span.lane] += until_s[span.lane] - since_s
         return busy_s
 
     @property
@@ -174,8 +177,8 @@ def step_time(
         )
         return two.with_more(more, one)
     program = program_of(_shape(layers, machine, settings, root))
-    work_s = _work_s(program, layers, root, machine, settings)
-    disk = DiskPlay(program, *_disk_s(program, [*layers, *root], machine)) if program.on_disk else None
+    work_s = work_s_of(program, layers, root, machine, settings)
+    disk = DiskPlay(program, *disk_s_of(program, [*layers, *root], machine)) if program.on_disk else None
     return StepTime(program, play(program, work_s, machine.slowed, disk), len(layers))
 
 
@@ -202,8 +205,8 @@ def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings
         trained=tuple(layer.elements > 0 for layer in layers),
         on_disk=tuple(layer.on_disk for layer in layers),
         chunks=(
-            *(0 if number in resident else _chunks(layer) for number, layer in enumerate(layers)),
-            *(_chunks(one) if _root_update(one) is Kind.UPDATE else 0 for one in root),
+            *(0 if number in resident else chunks_of(layer) for number, layer in enumerate(layers)),
+            *(chunks_of(one) if _root_update(one) is Kind.UPDATE else 0 for one in root),
         ),
         root_first=tuple(one.first for one in root),
         root_updates=tuple(map(_root_update, root)),
@@ -221,80 +224,3 @@ def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings
 
 def _root_update(one: RootWork) -> Kind | None:
     return None if not one.elements else Kind.UPDATE_ON_DEVICE if one.resident else Kind.UPDATE
-
-
-def _work_s(
-    program: Program,
-    layers: Sequence[LayerWork],
-    root: Sequence[RootWork],
-    machine: Machine,
-    settings: StepSettings,
-) -> list[float]:
-    """Returns the seconds that each operation takes in its lane: bytes by rates, elements by nanoseconds."""
-    work_s = [0.0] * len(program.operations)
-    units: list[UnitWork] = [*layers, *root]
-    resident, issued = frozenset(settings.resident), set(LAUNCHES.values())
-    for (kind, number), uses in program.uses.items():
-        if kind in issued:
-            taken_s = issued_s(kind, layers[number], machine, settings, resident=number in resident)
-        elif (taken := _SECONDS.get(kind)) is not None:
-            taken_s = taken(units[number], machine, settings)
-        else:
-            continue
-        for here in uses:
-            work_s[here] = taken_s
-    return work_s
-
-
-_SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
-    Kind.FORWARD: lambda unit, *_: unit.forward_s,
-    Kind.BEFORE_GRADIENTS: lambda layer, *_: layer.first_gradient_s,
-    Kind.BACKWARD: lambda unit, *_: unit.backward_s - unit.first_gradient_s,
-    Kind.FETCH: lambda layer, machine, _: machine.copy_s + layer.weight_bytes / machine.h2d_bytes_per_s,
-    Kind.GRADIENTS: lambda unit, machine, _: machine.down_s(unit.gradient_bytes),
-    Kind.ADD: lambda unit, machine, _: unit.elements * machine.host_add_ns * 1e-9,
-    Kind.ADD_ON_DEVICE: lambda unit, *_: unit.add_s,
-    Kind.INPUTS_DOWN: lambda layer, machine, settings: _inputs_s(layer, machine.d2h_bytes_per_s, machine, settings),
-    Kind.INPUTS_UP: lambda layer, machine, settings: _inputs_s(layer, machine.h2d_bytes_per_s, machine, settings),
-    Kind.MOMENTUM: lambda unit, machine, _: machine.parts_s(unit).first_s,
-    Kind.ITERATE: lambda unit, machine, _: machine.parts_s(unit).iterations_s,
-    Kind.UPDATE: lambda unit, machine, _: _update_s(unit, machine),
-    Kind.STEP: lambda unit, machine, _: machine.parts_s(unit).last_s,
-    Kind.UPDATE_ON_DEVICE: lambda layer, machine, _: machine.on_device_s(layer),
-    Kind.UPLOAD: lambda root, machine, _: machine.up_s(root.weight_bytes),
-}
-
-
-def _inputs_s(layer: LayerWork, bytes_per_s: float, machine: Machine, settings: StepSettings) -> float:
-    return settings.pieces * machine.copy_s + layer.input_bytes / bytes_per_s
-
-
-def _update_s(unit: UnitWork, machine: Machine) -> float:
-    """Returns what the host takes for each part that passes through the ring, or beside a unit's iterations."""
-    first_s, _, others_s, last_s = machine.parts_s(unit)
-    chunks = _chunks(unit)
-    return (first_s + others_s + last_s) / chunks if chunks else others_s
-
-
-def _chunks(unit: UnitWork) -> int:
-    """Returns in how many parts an update passes through the ring, 0 where it does not."""
-    return -(-unit.ring_bytes // CHUNK_BYTES)
-
-
-def _disk_s(program: Program, units: Sequence[UnitWork], machine: Machine) -> tuple[dict[int, float], dict[int, float]]:
-    """Returns the seconds of the disk that operations read before themselves, and write behind, by their number."""
-    read, write = machine.disk_read_bytes_per_s, machine.disk_write_bytes_per_s
-    reads_s, writes_s = {}, {}
-    for here in program.on_disk:
-        one = program.operations[here]
-        unit = units[one.number]
-        if one.kind is Kind.READ:
-            reads_s[here] = unit.weight_bytes / read
-        elif one.kind is Kind.INPUTS_WRITE and isinstance(unit, LayerWork):
-            writes_s[here] = unit.input_bytes / write
-        elif one.kind is Kind.INPUTS_READ and isinstance(unit, LayerWork):
-            reads_s[here] = unit.input_bytes / read
-        elif one.kind is Kind.UPDATE:
-            chunk_bytes = unit.ring_bytes / _chunks(unit)
-            reads_s[here], writes_s[here] = chunk_bytes / read, chunk_bytes / write
-    return reads_s, writes_s

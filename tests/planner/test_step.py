@@ -1,5 +1,6 @@
 """The step model against the engine on machines of given speed, against a longest path, and against closed formulas."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -157,6 +158,26 @@ def test_what_it_computes_and_what_it_waits_for_is_the_step(seed, slowed):
     assert step.busy_s["compute"] + sum(step.waits_s.values()) == exact(step.step_s)
     assert step.busy_s[step.longest] <= step.step_s * (1 + 1e-9)
     assert all(waits_s >= 0 for waits_s in step.waits_s.values())
+
+
+@pytest.mark.parametrize("seed", seeds(60, 20))
+def test_a_disk_works_as_long_as_its_transfers_take_and_no_longer_than_the_step(seed):
+    """A transfer that gives way to a more urgent one counted for as long as that took, too."""
+    work, machine, settings, root = random_step_work(seed, slowed={})
+    rng = random.Random(seed)
+    work = [replace(one, on_disk=rng.random() < 0.5, ring_bytes=rng.choice((0, 3 * 10**7))) for one in work]
+    machine = replace(machine, disk_read_bytes_per_s=2e6, disk_write_bytes_per_s=3e6)
+    step = step_time(work, machine, settings, root)
+    begin_s, end_s = step._begin_s, step._end_s
+    edges = sorted({begin_s, end_s, *(edge for job in step._played.disk_jobs for edge in (job.began_s, job.ended_s))})
+    at_work_s = sum(
+        to_s - from_s
+        for from_s, to_s in itertools.pairwise(edges)
+        if begin_s <= from_s and to_s <= end_s
+        if any(job.began_s <= from_s and to_s <= job.ended_s for job in step._played.disk_jobs)
+    )
+    assert step.busy_s["disk"] == exact(at_work_s)
+    assert all(seconds <= (end_s - begin_s) * (1 + 1e-9) for seconds in step.busy_s.values())
 
 
 @pytest.mark.parametrize("seed", seeds(200, 50))
