@@ -165,8 +165,11 @@ void for_each(std::int64_t count, int threads, const std::function<void(std::int
 bool find_openmp(const char* path) {
   void* const library = dlopen(path, RTLD_NOLOAD | RTLD_LAZY);
   if (library == nullptr) return false;
-  parallel.store(reinterpret_cast<Parallel>(dlsym(library, "GOMP_parallel")));
-  return parallel.load() != nullptr;
+  // In the order in which that library itself looks: an OpenMP that was preloaded comes before the one beside it.
+  void* found = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+  if (found == nullptr) found = dlsym(library, "GOMP_parallel");
+  parallel.store(reinterpret_cast<Parallel>(found));
+  return found != nullptr;
 }
 
 Team::Team(int threads) : before_(team) { team = threads; }

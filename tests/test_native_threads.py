@@ -157,7 +157,7 @@ def test_the_pool_keeps_its_threads_and_they_sleep():
 # ---- processes ----
 
 
-def in_a_process(code: str) -> str:
+def in_a_process(code: str, **environment: str) -> str:
     """Returns what a program prints. It fails the test if it fails, or hangs for a minute."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -166,6 +166,7 @@ def in_a_process(code: str) -> str:
         stdin=subprocess.DEVNULL,
         timeout=60,
         cwd=os.path.dirname(os.path.dirname(__file__)),
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -288,3 +289,46 @@ def test_the_thread_that_computes_has_kernels_on_pytorch_s_threads_and_no_bit_ch
         print("the same child:", os.waitpid(child, 0)[1])
         """
     )
+
+
+COUNTING_OPENMP = """
+#include <dlfcn.h>
+int regions = 0;
+void counted(void (*work)(void*), void* data, unsigned threads, unsigned flags) {
+  ++regions;
+  void (*next)(void (*)(void*), void*, unsigned, unsigned) = dlvsym(RTLD_NEXT, "GOMP_parallel", "GOMP_4.0");
+  next(work, data, threads, flags);
+}
+__asm__(".symver counted, GOMP_parallel@@GOMP_4.0");
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PyTorch's OpenMP is found on Linux")
+def test_an_openmp_that_is_preloaded_is_pytorchs_and_has_the_kernels_too(tmp_path):
+    """As people preload libiomp5.so: a team of another OpenMP's would find PyTorch's threads spinning on its cores."""
+    (tmp_path / "openmp.c").write_text(COUNTING_OPENMP)
+    (tmp_path / "versions").write_text("GOMP_4.0 { global: GOMP_parallel; regions; };")
+    library = str(tmp_path / "openmp.so")
+    compiler = [os.environ.get("CXX", "g++"), "-x", "c", "-w", "-D_GNU_SOURCE", "-shared", "-fPIC"]
+    subprocess.run(
+        [*compiler, f"-Wl,--version-script={tmp_path}/versions", str(tmp_path / "openmp.c"), "-o", library, "-ldl"],
+        check=True,
+    )
+    told = in_a_process(
+        f"""
+        import ctypes
+        import torch
+        from stronghold import native
+        from tests.native_cases import CHUNK, segment
+
+        regions = ctypes.c_int.in_dll(ctypes.CDLL({library!r}), "regions")
+        torch.set_num_threads(2)
+        torch.ones(1 << 22).exp_()
+        mine = segment(9 * CHUNK)
+        pytorchs, regions.value = regions.value, 0
+        native.in_team(lambda: native.adamw([mine], threads=2))
+        print(pytorchs > 0, regions.value > 0)
+        """,
+        LD_PRELOAD=library,
+    )
+    assert told == "True True\n"

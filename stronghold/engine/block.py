@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from stronghold.device import Device
 from stronghold.engine.arguments import fill, flatten, nodes_of
-from stronghold.engine.checkpointed import checkpointed
+from stronghold.engine.checkpointed import SecondRuns, checkpointed
 from stronghold.engine.compiled import Compiling, is_compile_error, refuse_saved
 from stronghold.engine.compiler_settings import CompilerSettings
 from stronghold.engine.copying import GeneratorCopies
@@ -55,6 +55,7 @@ class Runner(Fetches, Protocol):
     micro_batch: int | None
     turns: Turns
     compiling: Compiling
+    second_runs: SecondRuns
 
     def enter(self, block: Block) -> list[int]:
         """Called when a forward computation begins; returns the layers that a backward pass would compute again."""
@@ -354,7 +355,8 @@ class Block:
                 keep = functools.partial(pack_input, host.keeping(self.unit.name, tensors))
                 give = functools.partial(unpack_input, self._owner, self.unit.name, run)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, give))
-            return checkpointed(compute, *tensors, device=self.engine.device.torch_device, layer=self.unit.name)
+            device, runs = self.engine.device.torch_device, self.engine.second_runs
+            return checkpointed(compute, *tensors, device=device, layer=self.unit.name, runs=runs)
 
 
 class _Again(NamedTuple):

@@ -6,12 +6,13 @@ in less time: of a layer's passes on a GPU the thread that launches them is what
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stronghold.engine.saved import Saved
 from stronghold.errors import OffloadedModelError
@@ -23,17 +24,44 @@ _OF_INPUTS = "; a layer that writes its own input needs offload(..., activations
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
+class SecondRuns:
+    """The calls of a model's layers whose newest run has saved again what is not used yet.
+
+    What of it lies in a slot of the window is true until another layer comes there, which shows in no version.
+    """
+
+    def __init__(self) -> None:
+        self._frames: list[weakref.ref[_Frame]] = []
+
+    def add(self, frame: _Frame) -> None:
+        self._frames.append(weakref.ref(frame))
+
+    def forget(self) -> None:
+        """Lets go of what they have saved: a node of the graph that comes to it later has its layer run once more."""
+        for reference in self._frames:
+            if (frame := reference()) is not None:
+                frame.forget()
+        self._frames.clear()
+
+
 def checkpointed(
-    function: Callable[..., Any], *tensors: Tensor, device: torch.device, layer: str = "a layer", random: bool = True
+    function: Callable[..., Any],
+    *tensors: Tensor,
+    device: torch.device,
+    layer: str = "a layer",
+    random: bool = True,
+    runs: SecondRuns | None = None,
 ) -> Any:
     """Returns ``function(*tensors)``, which runs again in the backward pass, as far as that asks for what it saved.
 
     The second run finds autocast, the default device and, where it draws ``random`` numbers, their generators' states
     as the first one did, of the CPU and of ``device``. It ends with the last tensor that the first run has saved; one
     that saves others raises OffloadedModelError, and where what it saved is written before it is used, RuntimeError:
-    both name the ``layer``. A further backward pass, for a graph that is kept, runs it once more.
+    both name the ``layer``. A further backward pass, for a graph that is kept, runs it once more, and so does one for
+    which ``runs`` were told to forget. The second run gets the tensors without their graph: a hook that the function
+    registers on one of them, or on its node, is the first run's alone.
     """
-    frame = _Frame(function, tensors, _Surroundings(device, random=random), layer)
+    frame = _Frame(function, tensors, _Surroundings(device, random=random), layer, runs)
     with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack):
         return function(*tensors)
 
@@ -41,19 +69,38 @@ def checkpointed(
 class _Frame:
     """One call of a function, as long as autograd's graph of it is there."""
 
-    __slots__ = ("_function", "_inputs", "_kinds", "_layer", "_surroundings", "_task", "_values")
+    __slots__ = (
+        "__weakref__",
+        "_function",
+        "_inputs",
+        "_kinds",
+        "_layer",
+        "_packed",
+        "_runs",
+        "_surroundings",
+        "_task",
+        "_values",
+    )
 
     def __init__(
-        self, function: Callable[..., Any], tensors: tuple[Tensor, ...], surroundings: _Surroundings, layer: str
+        self,
+        function: Callable[..., Any],
+        tensors: tuple[Tensor, ...],
+        surroundings: _Surroundings,
+        layer: str,
+        runs: SecondRuns | None,
     ) -> None:
         self._function = function
-        self._inputs: list[Saved] | Tensor
+        self._inputs: list[Saved | None]
+        """None stands for the next of those that are ``packed``."""
+        self._packed: Tensor | None = None
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # type: ignore[attr-defined]
             self._inputs = [*map(Saved.of_input, tensors)]
         else:  # whose inputs others pack, too: another checkpoint around this one, what keeps them on the host
-            self._inputs = _Inputs.apply(_ROOT, *tensors)
+            self._inputs = [Saved.of_input(tensor) if tensor.is_inference() else None for tensor in tensors]
+            self._packed = _Inputs.apply(_ROOT, *(tensor for tensor in tensors if not tensor.is_inference()))
         self._surroundings = surroundings
-        self._layer = layer
+        self._layer, self._runs = layer, runs
         self._kinds: list[_Kind] = []
         """Of what the first run has saved."""
         self._values: list[Saved | None] = []
@@ -81,9 +128,13 @@ class _Frame:
             found.value(self._layer)  # which raises
         return tensor
 
+    def forget(self) -> None:
+        """Lets go of what the newest run has saved."""
+        self._values, self._task = [], -1
+
     @opaque
     def _run_again(self, task: int) -> None:
-        self._values, self._task = [], -1  # what a pass before has left unused goes
+        self.forget()  # what a pass before has left unused
         values: list[Saved | None] = []
         kinds, count = self._kinds, len(self._kinds)
 
@@ -100,14 +151,13 @@ class _Frame:
                 raise _EndOfRunError
             return kept
 
-        if isinstance(self._inputs, Tensor):
-            tensors = self._inputs.grad_fn.saved_tensors  # type: ignore[union-attr]
-        else:
-            tensors = [saved.value(self._layer, _OF_INPUTS) for saved in self._inputs]
+        packed = iter(() if self._packed is None else self._packed.grad_fn.saved_tensors)  # type: ignore[union-attr]
+        inputs = [next(packed) if saved is None else saved.value(self._layer, _OF_INPUTS) for saved in self._inputs]
+        twins = {id(one): _without_graph(one) for one in inputs}  # the same for the same
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, _as_packed)
         try:
             with self._surroundings.again(), torch.enable_grad(), hooks:
-                self._function(*tensors)
+                self._function(*(twins[id(one)] for one in inputs))
         except _EndOfRunError:
             pass
         else:
@@ -117,6 +167,8 @@ class _Frame:
                 "offload(..., activations='keep')"
             )
         self._values, self._task = values, task
+        if self._runs is not None:
+            self._runs.add(self)
 
     def _differs(self, number: int, tensor: Tensor) -> OffloadedModelError:
         shape, dtype, device = self._kinds[number]
@@ -130,6 +182,11 @@ class _Frame:
 
 class _EndOfRunError(BaseException):
     """Ends a second run that has saved all that the first one did; a layer that catches Exception does not see it."""
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Returns the tensor as a leaf; a parameter, which is one, is no other tensor for having come as an argument."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _as_packed(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from stronghold.device import Device, Wait, Waits, check_process, forks
 from stronghold.engine.agreeing import agree_on_step
 from stronghold.engine.averaged import check_not_averaged
 from stronghold.engine.block import Block
+from stronghold.engine.checkpointed import SecondRuns
 from stronghold.engine.closing import end_with
 from stronghold.engine.compiled import Compiling
 from stronghold.engine.held_memory import HeldMemory
@@ -71,13 +72,10 @@ class Engine:
     ) -> None:
         self.closed = False
         self.model = weakref.ref(model)
-        self.device = device
-        self.replicas = replicas
-        self.units = placement.units
-        self.layers = placement.layers
+        self.device, self.replicas = device, replicas
+        self.units, self.layers = placement.units, placement.layers
         self.micro_batch = settings.micro_batch_samples
-        self.waits = Waits(device)
-        self.optimizers = Optimizers()
+        self.waits, self.optimizers = Waits(device), Optimizers()
         self.processes: ProcessGroup = ONE_PROCESS
         """Those that train the same model."""
         self._processes_here = 1
@@ -91,12 +89,11 @@ class Engine:
         """Whether a step has several backward passes, under in_backward too: the sums need memory."""
         self._masters_told = False
         """Whether it is known that state dictionaries have no masters: they are kept beside, or the user was told."""
-        self.turns = Turns()
-        self._born = forks()
+        self.turns, self.second_runs = Turns(), SecondRuns()
         self._runs: list[weakref.ref[Run]] = []
         self._opened_for: Callable[[], Run | None] = no_run
         """The run whose weights the backward pass has asked for in the layer that is open."""
-        self._backward_open = False
+        self._born, self._backward_open = forks(), False
         self.compiling = Compiling(self.kind, settings.compile, settings.activations)
         self.held = HeldMemory(model, device, self.units, placement.root_bytes)
         self.budget = Budget(settings, self.held.held_bytes, processes=replicas.local_world_size)
@@ -311,6 +308,7 @@ class Engine:
                 self._end_backward(failed=True)  # a pass before
                 self.gradients.check_dropped()
                 self.turns.begin(self._end_backward)
+                self.stopwatch.resume()  # a second pass through a graph that is kept
             self._backward_open = True
 
     def _return_to(self, layer: int, run: Run | None) -> None:
@@ -334,6 +332,7 @@ class Engine:
                 "window moves on by whole passes; offload without the layers that differentiate themselves (layers=...)"
             )
         self._opened_for = no_run
+        self.second_runs.forget()  # of the layer that was open, whose slot is taken next
         if run is not None:
             self._begin_run(run)
         self._close_layer()
@@ -393,6 +392,7 @@ class Engine:
             self.stopwatch.leave(more=self.gradients.more)
         self.device_gradients.close()
         self.gradients.parts.forget()
+        self.second_runs.forget()
 
     def begin_pass(self, number: int, passes: int) -> None:
         """Called when backward pass ``number`` (from 0) of the ``passes`` of a step begins, in a part of the model."""

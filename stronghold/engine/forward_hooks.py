@@ -30,7 +30,8 @@ class ForwardHooks:
     come as they were records something; a second call would record it twice. One that changed them belongs to the
     computation and runs again, and so do those that share an object with it, in which they may leave something. So do
     those that a hook registers during the first run, which stay from then on, as on the plain model. What is registered
-    during the second run is what the first has registered already, and goes again.
+    during the second run is what the first has registered already, and goes again; so do hooks of gradients, on modules
+    and their parameters.
 
     What a hook has autograd save is kept, ``aside`` of what a checkpoint counts: it saves as much in either run, or the
     second one is refused, and a hook that only looks is not in that one. What such a hook computed with a graph, a
@@ -40,6 +41,7 @@ class ForwardHooks:
     """
 
     _KINDS = ("_forward_pre_hooks", "_forward_hooks")
+    _KINDS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
     def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._modules = modules  # the first is the layer, whose own hooks run outside of it, and once
@@ -81,6 +83,21 @@ class ForwardHooks:
                 yield
         finally:
             self._remove(self._since(before))
+            self._remove_others(before)
+
+    def _remove_others(self, since: int) -> None:
+        """Removes hooks of gradients, on modules and their parameters, whose numbers are ``since`` or higher."""
+        if RemovableHandle.next_id == since:  # most often
+            return
+        found: list[dict[int, Callable] | None] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for module in filter(None, (reference() for reference in self._modules)):
+                found += [module._backward_hooks, module._backward_pre_hooks]
+                for parameter in module._parameters.values():
+                    found += [getattr(parameter, kind, None) for kind in self._KINDS_OF_TENSORS]
+        for hooks in filter(None, found):
+            for handle in [handle for handle in hooks if handle >= since]:
+                del hooks[handle]
 
     def _add_sharing(self, looking: set[_Key]) -> None:
         """Counts those among ``looking`` that share an object with one that changes something as changing, too."""

@@ -51,7 +51,12 @@ class Stopwatch:
     def come_back(self, layer: nn.Module) -> None:
         """Called when a layer is about to compute; not in training where it has neither gradients nor that mode."""
         # Without gradients in a reentrant checkpoint's first run, with them where a model is fine-tuned in eval mode.
-        if self._left is not None and (torch.is_grad_enabled() or layer.training):
+        if torch.is_grad_enabled() or layer.training:
+            self.resume()
+
+    def resume(self) -> None:
+        """Called when the model trains again, if it was left alone."""
+        if self._left is not None:
             for kept, waits in self._waits_by_kind():
                 if kept is self._waited.update_waits:
                     kept += waits

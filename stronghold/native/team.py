@@ -9,7 +9,9 @@ import torch
 
 from stronghold.native.extension import _C
 
-_FOUND = _C.find_openmp(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+_FOUND = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info() and _C.find_openmp(
+    str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+)
 """Whether PyTorch computes with an OpenMP whose teams others may use; so it is on Linux."""
 
 

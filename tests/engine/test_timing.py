@@ -138,3 +138,22 @@ def test_evaluating_between_two_steps_is_told_apart():
         assert 0.05 * passes < step.outside_s < step.total_s - 0.05
         assert step.compute_s < step.total_s - step.outside_s
     assert "beside training" in str(report(model))
+
+
+def test_a_second_pass_through_a_kept_graph_is_training():
+    model = offload(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), device="cpu")
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+
+    def slow(layer, inputs):
+        inputs[0].register_hook(lambda _: time.sleep(0.3))
+
+    optimizer.step()  # what came before is no step's
+    model[1].register_forward_pre_hook(slow)
+    first = model(torch.ones(2, 4)).square().sum()
+    first.backward(retain_graph=True)
+    first.backward()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    step = report(model).step
+    assert step.total_s > 0.9
+    assert step.outside_s < 0.3
