@@ -204,6 +204,11 @@ class _Inputs(torch.autograd.Function):
         return torch.empty(0, device="cpu")
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        """Returns that of what ``forward`` returns, for a forward pass that has derivatives beside it."""
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Is not called: nothing is computed with what ``forward`` returns."""
         raise AssertionError

@@ -329,7 +329,7 @@ class Engine:
         if self.window.is_bound(layer):
             raise OffloadedModelError(
                 f"a layer cannot have a backward pass within its own forward pass (got one of {unit.name}), for the "
-                "window moves on by whole passes; offload without the layers that differentiate themselves (layers=...)"
+                "window moves on by whole passes; use activations='keep' if no weight is in it, or layers= without it"
             )
         self._opened_for = no_run
         self.second_runs.forget()  # of the layer that was open, whose slot is taken next

@@ -14,6 +14,8 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 """Those that only hold modules: what they hold is called one by one, and they themselves never are."""
 
+_AGAIN = "One block that is used again and again (as in ALBERT) fits the device as it is"
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -53,7 +55,7 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
         raise ValueError(
             f"a model must have a row of at least {'one layer' if least == 1 else 'two layers'} with parameters of "
             f"their own (got {len(result)} in {where} of {type(model).__name__}): there is nothing to pass through a "
-            "window. One block that is used again and again (as in ALBERT) fits the device as it is"
+            f"window. {_AGAIN}"
         )
     return result
 
@@ -90,7 +92,7 @@ def _found_containers(model: nn.Module) -> list[str]:
         raise ValueError(
             f"{type(model).__name__} has no repeated block: no ModuleList, Sequential or ModuleDict in it has two or "
             "more children of one class with parameters; pass a model of two layers or more, or, in Python, name the "
-            "container of its layers with layers='...'"
+            f"container of its layers with layers='...'. {_AGAIN}"
         )
     sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in candidates}
     largest = max(candidates, key=lambda name: sizes[name])

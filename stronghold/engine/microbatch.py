@@ -119,9 +119,23 @@ class _Cut:
             if tensor.ndim == 1 and not tensor.is_floating_point():
                 return False  # positions
             self._refuse(tensor, "another", "change the batch size or the length")
+        if self._leader.ndim == 3 and self._may_be_table(tensor):
+            self._refuse(tensor, "that of a table, such as the sizes of levels", "change the batch size")
         if self._leader.ndim == 3 and self._may_be_heads(tensor):
             self._refuse(tensor, "that of heads", "give it four dimensions, change the batch size")
         return True
+
+    def _may_be_table(self, tensor: Tensor) -> bool:
+        """Whether whole numbers have too few columns for an index or a mask of each token.
+
+        Deformable attention gets the height and width of each level of an image so.
+        """
+        is_whole = not tensor.is_floating_point() and not tensor.is_complex()
+        return is_whole and tensor.ndim == 2 and 1 < tensor.shape[1] < min(self._lengths())
+
+    def _lengths(self) -> set[int]:
+        """Returns the lengths of the sequences that the layer gets."""
+        return {self._leader.shape[1], *(t.shape[1] for t in self._given if _is_state(t, self._leader))}
 
     def _may_be_heads(self, tensor: Tensor) -> bool:
         """Whether a tensor has the shape of a bias of attention's scores, one for each head, and as many as heads.
@@ -130,8 +144,7 @@ class _Cut:
         """
         if tensor.ndim < 3 and not tensor.is_floating_point():
             return False  # indices, masks of tokens
-        length, width = self._leader.shape[1:]
-        lengths = {length, *(t.shape[1] for t in self._given if _is_state(t, self._leader))} - {1}
+        (length, width), lengths = self._leader.shape[1:], self._lengths() - {1}
         if tensor.shape[-1] == width and width not in lengths:
             return False
         like = tensor.ndim == 1 or tensor.shape[-1] in lengths

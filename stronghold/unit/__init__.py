@@ -19,6 +19,7 @@ from stronghold.unit.gradient import (
     note_squares,
 )
 from stronghold.unit.moving import keep_on_device, may_move
+from stronghold.unit.own_writes import data_of, own_write_error, set_data
 from stronghold.unit.packed import (
     all_parameters,
     check_packed,
@@ -86,6 +87,7 @@ __all__ = [
     "closed_error",
     "consumed_error",
     "count_of",
+    "data_of",
     "digest",
     "from_rank0",
     "grad_meta_of",
@@ -102,12 +104,14 @@ __all__ = [
     "note_gradient",
     "note_squares",
     "opaque",
+    "own_write_error",
     "pack",
     "parameters_and_owners",
     "part_of",
     "parts_of",
     "present_gradients",
     "same_octets",
+    "set_data",
     "set_gradient",
     "settle",
     "stand_in",

@@ -16,6 +16,7 @@ from stronghold.errors import OffloadedModelError
 from stronghold.unit.calls import ALIASES, FACTS, check_not_transformed, hands_out, key_of, walk, written
 from stronghold.unit.compiler import opaque
 from stronghold.unit.dtypes import check_mixed
+from stronghold.unit.own_writes import watched_data
 from stronghold.unit.packed import copy_of, stand_in
 from stronghold.unit.unit import Unit
 
@@ -143,6 +144,8 @@ class BoundParameter(_Parameter):
     While a compiler traces it, it has no gradient: of that the compiler would make a likeness, on the parameter's own
     device, where a gradient that the user keeps is on the host.
     """
+
+    data = watched_data  # type: ignore[assignment]
 
     @_Parameter.grad.getter  # type: ignore[attr-defined, untyped-decorator]
     @opaque
@@ -276,8 +279,7 @@ def _check_held_by_none(unit: Unit, index: int, value: Tensor) -> None:
 
 def _end_failed_backward(parameter: Tensor) -> None:
     """Publishes the gradients of a backward pass that an error has ended, before the user sees or drops them."""
-    unit = _unit_of(parameter)
-    if unit is not None and torch._C._current_graph_task_id() == -1:
+    if (unit := _unit_of(parameter)) is not None and torch._C._current_graph_task_id() == -1:
         unit.end_backward()
 
 

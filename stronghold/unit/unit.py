@@ -19,6 +19,7 @@ from stronghold.unit.computed_with import ComputedWith
 from stronghold.unit.gradient_memory import GradientMemory
 from stronghold.unit.handed_out import HandedOut
 from stronghold.unit.masters import Masters
+from stronghold.unit.own_writes import OwnWrites
 from stronghold.unit.packed import is_packed
 from stronghold.unit.replicas import ONE_REPLICA, Replicas
 from stronghold.unit.room import check_room, missing_remainders
@@ -92,7 +93,7 @@ class Unit:
         self._aliased: list[int] = []
         """The parameters over whose memory the user held a tensor when this was last asked."""
         self.computed_with = ComputedWith()
-        self.handed_out = HandedOut()
+        self.handed_out, self.own_writes = HandedOut(), OwnWrites()
         self.replicas: Replicas = ONE_REPLICA
         """The processes that train the unit; those of a machine have it in common, unless it is resident."""
         self.on_disk: frozenset[Kind] = frozenset()

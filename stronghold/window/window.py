@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from stronghold.device import Device, Wait, Waits
-from stronghold.errors import OffloadedModelError
 from stronghold.schedule import Action, Computation, Move, Schedule
 from stronghold.store import Store
-from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become, check_unmoved
+from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become, check_unmoved, own_write_error, set_data
 from stronghold.window.slot import Slot, kept_by_another, lies_in
 from stronghold.window.traffic import Traffic
 from stronghold.window.written import Written
@@ -65,6 +64,7 @@ class Window:
         if (schedule := self._scheduled(layer)) is not None:
             moves = schedule.begin_forward(self._number[layer], training=training, behind=self._numbers(behind))
             self._carry_out(moves)
+        self.units[layer].own_writes.in_forward = True
         self._bind(layer)
 
     def end_forward(self, layer: int, *, returning: bool) -> None:
@@ -244,7 +244,7 @@ class Window:
         become(BoundParameter, unit.parameters)
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, view in () if unit.resident else zip(unit.parameters, self.views(layer), strict=True):
-                parameter.data = view
+                set_data(parameter, view)
 
     def _wait_for(self, unit: Unit, slot: Slot) -> None:
         begin = self.device.stamp()
@@ -273,24 +273,22 @@ class Window:
         unit = self.units[layer]
         try:
             before, versions = self._bound.get(layer, unit.versions), unit.versions_now()
+            written = unit.own_writes.any(unit.parameters)
             self._point_back(layer)
         except BaseException:  # Ctrl-C: what the user reads of the layer then is what the host has
             self._point_back(layer)
             raise
-        if versions != before:
+        if written or versions != before:
             if unit.versions == before:  # else the user has written them outside as well
                 unit.versions = versions
-            raise OffloadedModelError(
-                f"{unit.name} changed one of its own parameters in place during its computation; such a change would "
-                "be lost, because the device holds a copy. Change parameters outside the layer's forward; an "
-                "optimizer's step comes when backward() has returned, or within it by AdamW(update='in_backward')"
-            )
+            raise own_write_error(unit.name)
 
     def _point_back(self, layer: int) -> None:
         unit = self.units[layer]
+        unit.own_writes.in_forward = False
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, weight in () if unit.resident else zip(unit.parameters, unit.weight, strict=True):
-                parameter.data = weight
+                set_data(parameter, weight)
         become(OffloadedParameter, unit.parameters)
         self._bound.pop(layer, None)
 

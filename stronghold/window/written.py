@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stronghold.errors import OffloadedModelError
-from stronghold.unit import Unit, digest, same_octets
+from stronghold.unit import Unit, data_of, digest, same_octets
 
 
 class Written:
@@ -27,7 +27,7 @@ class Written:
         self._on_both = False
         unit.wait_updated()
         with torch._C.DisableTorchFunctionSubclass():
-            values = [parameter.data.cpu() for parameter in unit.parameters]
+            values = [data_of(parameter).cpu() for parameter in unit.parameters]
         for index, (value, weight) in enumerate(zip(values, unit.weight, strict=True)):
             if same_octets(value, weight):
                 continue

@@ -95,6 +95,44 @@ def test_what_may_be_the_batch_or_the_sequence_is_refused(shape):
         split((torch.randn(4, 4, 2), torch.randn(*shape)), {}, 2)
 
 
+@pytest.mark.parametrize("shape", [(4, 2), (4, 5)])
+def test_a_table_with_as_many_rows_as_samples_is_refused(shape):
+    """Deformable DETR's layers get the sizes of four levels: cut, they broadcast, and losses were others."""
+    x, states = torch.randn(4, 9, 2), torch.randn(4, 6, 2)
+    with pytest.raises(ValueError, match=r"\(4, [25]\) beside an input of shape \(4, 9, 2\): .* a table"):
+        split((x, torch.zeros(shape, dtype=torch.long)), {"states": states}, 2)
+    for columns in (1, 6, 7, 9, 12):  # labels, masks of tokens, with what a cache has before them
+        mask = torch.zeros(4, columns, dtype=torch.bool)
+        assert [args[1].shape[0] for args, _ in split((x, mask), {"states": states}, 2)] == [2, 2]
+    assert all(args[1] is table for table in [torch.zeros(3, 2).long()] for args, _ in split((x, table), {}, 2))
+
+
+def test_deformable_detr_s_batch_of_as_many_samples_as_levels_is_refused():
+    config = transformers.DeformableDetrConfig(
+        use_timm_backbone=False,
+        backbone_config=transformers.ResNetConfig(
+            embedding_size=8,
+            hidden_sizes=[8, 8, 8, 8],
+            depths=[1, 1, 1, 1],
+            out_features=["stage2", "stage3", "stage4"],
+        ),
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        num_queries=5,
+        num_labels=3,
+    )
+    _, model = pair(lambda: transformers.DeformableDetrModel(config), micro_batch=1, layers="encoder.layers")
+    pixels = torch.randn(4, 3, 128, 128)
+    with pytest.raises(ValueError, match="a table, such as the sizes of levels"):
+        model(pixels)
+    assert model(pixels[:2]).last_hidden_state.shape[0] == 2
+
+
 def test_what_has_the_sequence_first_is_refused_and_positions_for_all_samples_are_not():
     x = torch.randn(6, 4, 2)
     with pytest.raises(ValueError, match=r"\(12, 4, 2\) beside an input of shape \(6, 4, 2\): .* the sequence"):

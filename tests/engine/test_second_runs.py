@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import stronghold
 from stronghold.engine.checkpointed import SecondRuns, checkpointed
@@ -123,6 +124,18 @@ def test_inputs_are_what_they_were(bias, activations):
     stronghold.offload(model, window=1, device="cpu", activations=activations)
     for one, other in zip(passed(model), passed(plain), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host", "keep"])
+def test_a_forward_pass_may_have_derivatives_beside_it(activations):
+    def derivative(model: nn.Module) -> Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones(2, 4)))).tangent
+
+    torch.manual_seed(0)
+    x, plain = torch.randn(2, 4), nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    model = stronghold.offload(copy.deepcopy(plain), device="cpu", window=1, activations=activations)
+    assert torch.equal(derivative(model), derivative(plain))
 
 
 def test_what_second_runs_are_told_to_forget_is_computed_again():
