@@ -1,6 +1,7 @@
 """``python -m stronghold.lab.cases``: what the scripts in examples/ call."""
 
 import argparse
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from stronghold.lab.cases.table import csv_text, tables
 from stronghold.lab.command import FAILED, WRONG_USAGE, in_one_line, run_command
 from stronghold.lab.outputs import check_file, check_folder, plain_console
 from stronghold.lab.records.agreement import disagreements
+
+DEFAULT_RESULTS, DEFAULT_MACHINE = Path("results"), "cpu"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +57,10 @@ def _run(options: argparse.Namespace) -> int:
     case, preset = CASES[options.case], find_machine(options.machine)
     place = Place(results=options.results, device=options.device or _device(), again=options.again)
     failed = (find_largest if case.largest else run_case)(case, preset, place, lambda line: print(line, flush=True))
-    print(f"results in {options.results}; examples/case{case.number}_extract.sh --machine {preset.name} has the table")
+    there = ["--machine", preset.name] if preset.name != DEFAULT_MACHINE else []
+    there += ["--results", str(options.results)] if options.results != DEFAULT_RESULTS else []
+    command = shlex.join([f"examples/case{case.number}_extract.sh", *there])
+    print(f"results in {options.results}; {command} has the table")
     return FAILED if failed else 0
 
 
@@ -83,7 +89,7 @@ def _draw(options: argparse.Namespace) -> int:
 def _shown(options: argparse.Namespace) -> Shown:
     """Returns what the case shows, its notes said. Raises ValueError if there is nothing of it."""
     case, preset = CASES[options.case], find_machine(options.machine)
-    paths = options.results or [Path("results")]
+    paths = options.results or [DEFAULT_RESULTS]
     results = read_results(paths, disagreements)
     shown = show(case, preset, results.measurements, on=options.measured_on)
     for note in (*results.notes, *shown.notes):
@@ -101,7 +107,7 @@ def _shown(options: argparse.Namespace) -> Shown:
 
 def _stem(options: argparse.Namespace) -> Path:
     """Returns where a case's table and figure go, without the suffix: into the first folder of results."""
-    folder = next((path for path in options.results or [] if path.is_dir()), Path("results"))
+    folder = next((path for path in options.results or [] if path.is_dir()), DEFAULT_RESULTS)
     return Path(folder) / f"case{options.case}_{options.machine}"
 
 
@@ -137,10 +143,15 @@ def _parser() -> argparse.ArgumentParser:
         action.set_defaults(run=run)
         add: Any = action.add_argument
         add("case", type=int, choices=tuple(CASES), metavar="CASE", help="the case's number, 1 to 5")
-        add("--machine", choices=tuple(MACHINES), default="cpu", help="the settings to measure in (default: cpu)")
+        add(
+            "--machine",
+            choices=tuple(MACHINES),
+            default=DEFAULT_MACHINE,
+            help="the settings to measure in (default: cpu)",
+        )
         if name == "run":
             add(
-                "--results", type=_path, default=Path("results"), metavar="DIR", help="where they go (default: results)"
+                "--results", type=_path, default=DEFAULT_RESULTS, metavar="DIR", help="where they go (default: results)"
             )
             add("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
             add("--again", action="store_true", help="also make those that are there, of this machine and this commit")

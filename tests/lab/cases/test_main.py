@@ -112,3 +112,13 @@ def test_a_table_that_cannot_be_written_is_named(results, capsys, tmp_path):
         "case 5: error: [Errno 28] No space left on device; free space there, or pass a path on another disk\n"
         in capsys.readouterr().err
     )
+
+
+def test_runs_end_with_the_command_that_has_their_table(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("stronghold.lab.cases.__main__.run_case", lambda *_: False)
+    assert main(["run", "5", "--machine", "tiny", "--results", str(tmp_path / "of mine")]) == 0
+    told = f"; examples/case5_extract.sh --machine tiny --results '{tmp_path}/of mine' has the table"
+    assert told in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "5"]) == 0
+    assert "results in results; examples/case5_extract.sh has the table" in capsys.readouterr().out
