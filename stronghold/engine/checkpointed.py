@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from stronghold.engine.forward_hooks import remove_gradient_hooks
 from stronghold.engine.saved import Saved
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import as_written, opaque
@@ -153,10 +155,10 @@ class _Frame:
 
         packed = iter(() if self._packed is None else self._packed.grad_fn.saved_tensors)  # type: ignore[union-attr]
         inputs = [next(packed) if saved is None else saved.value(self._layer, _OF_INPUTS) for saved in self._inputs]
-        twins = {id(one): _without_graph(one) for one in inputs}  # the same for the same
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _as_packed)
+        hooks, registered = torch.autograd.graph.saved_tensors_hooks(pack, _as_packed), RemovableHandle.next_id
         try:
             with self._surroundings.again(), torch.enable_grad(), hooks:
+                twins = {id(one): _without_graph(one) for one in inputs}  # the same for the same
                 self._function(*(twins[id(one)] for one in inputs))
         except _EndOfRunError:
             pass
@@ -166,6 +168,8 @@ class _Frame:
                 f"{len(values)} tensors of {count} in {self._layer}); have it compute alike in both, or use "
                 "offload(..., activations='keep')"
             )
+        finally:
+            remove_gradient_hooks((one for one in inputs if isinstance(one, nn.Parameter)), since=registered)
         self._values, self._task = values, task
         if self._runs is not None:
             self._runs.add(self)
@@ -185,8 +189,30 @@ class _EndOfRunError(BaseException):
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
-    """Returns the tensor as a leaf; a parameter, which is one, is no other tensor for having come as an argument."""
-    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().requires_grad_(tensor.requires_grad)
+    """Returns the tensor without the graph that it comes from: a node of its own has the hooks that are registered.
+
+    One without a gradient is the caller's own, and so is a parameter, whose hooks go behind the run.
+    """
+    if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+        return tensor
+    twin: Tensor = tensor.detach().requires_grad_() if tensor.is_leaf else _Twin.apply(_ROOT, tensor.detach())
+    if type(tensor) is Tensor and tensor.__dict__:  # what the caller has left on it
+        twin.__dict__.update(tensor.__dict__)
+    return twin
+
+
+class _Twin(torch.autograd.Function):
+    """Gives a tensor a node, and may be written in place, as a leaf may not."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, tensor: Tensor) -> Tensor:
+        """Returns ``tensor``'s memory."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Is called where a function differentiates itself as far as that: nothing is beyond."""
+        return None, None
 
 
 def _as_packed(tensor: Tensor) -> Tensor:

@@ -332,7 +332,6 @@ class Engine:
                 "window moves on by whole passes; use activations='keep' if no weight is in it, or layers= without it"
             )
         self._opened_for = no_run
-        self.second_runs.forget()  # of the layer that was open, whose slot is taken next
         if run is not None:
             self._begin_run(run)
         self._close_layer()
@@ -362,9 +361,10 @@ class Engine:
         return self.gradients.parts.arriving(unit, index, gradient)
 
     def _close_layer(self, *, failed: bool = False) -> None:
+        self.second_runs.forget()  # another layer comes into the slot next
         if (layer := self.gradients.layer) is None:
             return
-        self.window.computed(layer, backward=True)
+        self.window.computed(layer, backward=True, failed=failed)
         done = None
         try:
             if (ready := self.gradients.close(failed=failed)) is not None:
@@ -392,7 +392,6 @@ class Engine:
             self.stopwatch.leave(more=self.gradients.more)
         self.device_gradients.close()
         self.gradients.parts.forget()
-        self.second_runs.forget()
 
     def begin_pass(self, number: int, passes: int) -> None:
         """Called when backward pass ``number`` (from 0) of the ``passes`` of a step begins, in a part of the model."""

@@ -41,7 +41,6 @@ class ForwardHooks:
     """
 
     _KINDS = ("_forward_pre_hooks", "_forward_hooks")
-    _KINDS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
     def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._modules = modules  # the first is the layer, whose own hooks run outside of it, and once
@@ -82,22 +81,15 @@ class ForwardHooks:
             with self._instead(here, partial(self._repeated, aside, _top())):
                 yield
         finally:
-            self._remove(self._since(before))
-            self._remove_others(before)
+            if RemovableHandle.next_id != before:  # most often nothing is registered
+                self._remove(self._since(before))
+                self._remove_others(before)
 
     def _remove_others(self, since: int) -> None:
         """Removes hooks of gradients, on modules and their parameters, whose numbers are ``since`` or higher."""
-        if RemovableHandle.next_id == since:  # most often
-            return
-        found: list[dict[int, Callable] | None] = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for module in filter(None, (reference() for reference in self._modules)):
-                found += [module._backward_hooks, module._backward_pre_hooks]
-                for parameter in module._parameters.values():
-                    found += [getattr(parameter, kind, None) for kind in self._KINDS_OF_TENSORS]
-        for hooks in filter(None, found):
-            for handle in [handle for handle in hooks if handle >= since]:
-                del hooks[handle]
+        for module in (m for reference in self._modules if (m := reference()) is not None):
+            _remove_since(since, module._backward_hooks, module._backward_pre_hooks)
+            remove_gradient_hooks((p for p in module._parameters.values() if p is not None), since=since)
 
     def _add_sharing(self, looking: set[_Key]) -> None:
         """Counts those among ``looking`` that share an object with one that changes something as changing, too."""
@@ -176,6 +168,23 @@ class ForwardHooks:
             return result
 
         return repeat if key in self._changing else _nothing
+
+
+def remove_gradient_hooks(parameters: Iterable[nn.Parameter], *, since: int) -> None:
+    """Removes the hooks of parameters that were registered when the next hook's number was ``since``, or later."""
+    if RemovableHandle.next_id == since:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            own = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+            _remove_since(since, *own)
+
+
+def _remove_since(since: int, *hooks: dict[int, Callable] | None) -> None:
+    for some in hooks:
+        for handle in [handle for handle in some or {} if handle >= since]:
+            assert some is not None
+            del some[handle]
 
 
 def _nothing(*_: Any) -> None:

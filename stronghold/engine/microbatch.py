@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from stronghold.engine.copying import Memo, structural_copy
@@ -120,18 +121,19 @@ class _Cut:
                 return False  # positions
             self._refuse(tensor, "another", "change the batch size or the length")
         if self._leader.ndim == 3 and self._may_be_table(tensor):
-            self._refuse(tensor, "that of a table, such as the sizes of levels", "change the batch size")
+            remedy = "change the batch size, or give what has a row for each sample four dimensions"
+            self._refuse(tensor, "that of a table, such as the sizes of levels", remedy)
         if self._leader.ndim == 3 and self._may_be_heads(tensor):
             self._refuse(tensor, "that of heads", "give it four dimensions, change the batch size")
         return True
 
     def _may_be_table(self, tensor: Tensor) -> bool:
-        """Whether whole numbers have too few columns for an index or a mask of each token.
+        """Whether whole numbers have too few columns for one of each token.
 
         Deformable attention gets the height and width of each level of an image so.
         """
-        is_whole = not tensor.is_floating_point() and not tensor.is_complex()
-        return is_whole and tensor.ndim == 2 and 1 < tensor.shape[1] < min(self._lengths())
+        numbers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+        return numbers and tensor.ndim == 2 and 1 < tensor.shape[1] < min(self._lengths())
 
     def _lengths(self) -> set[int]:
         """Returns the lengths of the sequences that the layer gets."""

@@ -64,8 +64,7 @@ class Window:
         if (schedule := self._scheduled(layer)) is not None:
             moves = schedule.begin_forward(self._number[layer], training=training, behind=self._numbers(behind))
             self._carry_out(moves)
-        self.units[layer].own_writes.in_forward = True
-        self._bind(layer)
+        self._bind(layer, forward=True)
 
     def end_forward(self, layer: int, *, returning: bool) -> None:
         """Points the parameters back to the host and lets the schedule use the slot."""
@@ -82,7 +81,7 @@ class Window:
         if (schedule := self._scheduled(layer)) is not None:
             self._carry_out(schedule.begin_backward(self._number[layer], self._numbers(remaining)))
         self._digests = self.units[layer].computed_with.digests
-        self._bind(layer)
+        self._bind(layer, forward=False)
 
     def end_backward(self, layer: int, *, failed: bool = False) -> None:
         written = self._written(layer) if failed else None
@@ -223,9 +222,11 @@ class Window:
             self.store.expect([self.units[self._streamed[number]] for number in self.schedule.ahead(count)])
         self._moving = False
 
-    def computed(self, layer: int, *, backward: bool) -> None:
-        """Tells the device that the computation of ``layer`` has been issued in full."""
+    def computed(self, layer: int, *, backward: bool, failed: bool = False) -> None:
+        """Tells the device that the computation of ``layer`` has been issued in full, or has ``failed``."""
         unit, slot = self.units[layer], self._where[layer]
+        if backward:  # now, for an update may come next
+            unit.own_writes.compare(unit.parameters, failed=failed)
         if layer not in slot.wholes:
             slot.wholes[layer] = slot.flat[: unit.layout.total_bytes]
         self.device.computed([slot.wholes[layer]], unit.elements, backward=backward)
@@ -234,8 +235,9 @@ class Window:
             timeline.add("compute", name, self._begun, self.device.stamp())
         self._begun = None
 
-    def _bind(self, layer: int) -> None:
+    def _bind(self, layer: int, *, forward: bool) -> None:
         unit, slot = self.units[layer], self._where[layer]
+        unit.own_writes.begin(forward=forward)
         if unit.resident:
             self._begun = self.device.stamp() if self.device.timeline is not None else None
         else:
@@ -273,19 +275,19 @@ class Window:
         unit = self.units[layer]
         try:
             before, versions = self._bound.get(layer, unit.versions), unit.versions_now()
-            written = unit.own_writes.any(unit.parameters)
+            unit.own_writes.compare(unit.parameters)
             self._point_back(layer)
         except BaseException:  # Ctrl-C: what the user reads of the layer then is what the host has
             self._point_back(layer)
             raise
-        if written or versions != before:
+        if unit.own_writes.found or versions != before:
             if unit.versions == before:  # else the user has written them outside as well
                 unit.versions = versions
             raise own_write_error(unit.name)
 
     def _point_back(self, layer: int) -> None:
         unit = self.units[layer]
-        unit.own_writes.in_forward = False
+        unit.own_writes.end()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, weight in () if unit.resident else zip(unit.parameters, unit.weight, strict=True):
                 set_data(parameter, weight)

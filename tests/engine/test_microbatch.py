@@ -101,9 +101,11 @@ def test_a_table_with_as_many_rows_as_samples_is_refused(shape):
     x, states = torch.randn(4, 9, 2), torch.randn(4, 6, 2)
     with pytest.raises(ValueError, match=r"\(4, [25]\) beside an input of shape \(4, 9, 2\): .* a table"):
         split((x, torch.zeros(shape, dtype=torch.long)), {"states": states}, 2)
-    for columns in (1, 6, 7, 9, 12):  # labels, masks of tokens, with what a cache has before them
-        mask = torch.zeros(4, columns, dtype=torch.bool)
-        assert [args[1].shape[0] for args, _ in split((x, mask), {"states": states}, 2)] == [2, 2]
+    for columns in (1, 6, 7, 9, 12):  # labels, numbers of tokens, with what a cache has before them
+        ids = torch.zeros(4, columns, dtype=torch.long)
+        assert [args[1].shape[0] for args, _ in split((x, ids), {"states": states}, 2)] == [2, 2]
+    for one in (torch.zeros(shape, dtype=torch.bool), torch.zeros(*shape, 1, 1, dtype=torch.long)):
+        assert [args[1].shape[0] for args, _ in split((x, one), {"states": states}, 2)] == [2, 2]
     assert all(args[1] is table for table in [torch.zeros(3, 2).long()] for args, _ in split((x, table), {}, 2))
 
 

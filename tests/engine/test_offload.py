@@ -415,54 +415,6 @@ def test_a_layer_that_writes_its_own_parameters():
     assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
-PLACES = [{"window": 1}, {"window": 2, "activations": "keep"}, {"window": 1, "resident": 2}, {}]
-
-
-def clamps(weight):
-    weight.data.clamp_(-0.01, 0.01)
-
-
-def replaces(weight):
-    weight.data = weight.detach() / 2
-
-
-@pytest.mark.parametrize("write", [clamps, replaces])
-@pytest.mark.parametrize(
-    "place", [{"window": 1}, {"window": 2, "activations": "keep"}, {"window": 1, "resident": 2}, {}]
-)
-def test_a_layer_that_writes_its_own_parameters_by_data(place, write):
-    """It counts no version: the write was lost with the slot, and losses were others than the plain model's."""
-
-    class Writing(Block):
-        def forward(self, x):
-            write(self.up.weight)
-            return super().forward(x)
-
-    _, model = pair(lambda: Residual(block=Writing), **place)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(OffloadedModelError, match="changed one of its own parameters in place"):
-        model(numbers(1)[0])
-    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "place", [{"window": 1}, {"window": 2, "activations": "keep"}, {"window": 1, "resident": 2}, {}]
-)
-def test_a_layer_may_read_its_parameters_by_data_and_clamp_what_lies_within(place):
-    """Gemma 3n clamps coefficients so, far beyond what they come to."""
-
-    class Reading(Block):
-        def forward(self, x):
-            self.up.weight.data.clamp_(-100, 100)
-            return super().forward(x) * self.up.weight.data.abs().mean()
-
-    plain, model = pair(lambda: Residual(block=lambda: Reading(dropout=0.0)), **place)
-    for one in (plain, model):
-        one(numbers(1)[0]).square().sum().backward()
-    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(found.grad, expected.grad)
-
-
 def test_an_error_in_a_layer_leaves_the_model_usable():
     class Picky(Block):
         def forward(self, x):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import stronghold
 from stronghold.errors import OffloadedModelError
+from stronghold.unit import data_of, set_data
 from stronghold.window import Window
 from tests.crossed import crossed
 from tests.small import ADAMW, SIZE, Looped, Residual, Shift, assert_close, numbers, pair
@@ -21,14 +22,14 @@ from tests.small import ADAMW, SIZE, Looped, Residual, Shift, assert_close, numb
 def renewed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Autograd makes new accumulators for a parameter whose data changes its kind, as with a move between devices."""
 
-    def renewing(move: Callable[[Window, int], None]) -> Callable[[Window, int], None]:
-        def anew(self: Window, layer: int) -> None:
-            move(self, layer)
+    def renewing(move: Callable[..., None]) -> Callable[..., None]:
+        def anew(self: Window, layer: int, **more: bool) -> None:
+            move(self, layer, **more)
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter in self.units[layer].parameters:
-                    own = parameter.data
-                    parameter.data = torch.empty(0, dtype=torch.float16)
-                    parameter.data = own
+                    own = data_of(parameter)
+                    set_data(parameter, torch.empty(0, dtype=torch.float16))
+                    set_data(parameter, own)
 
         return anew
 

@@ -29,7 +29,7 @@ class Hooking(nn.Module):
         kind, weight = self.kind, self.linear.weight
         if kind == "input":
             x.register_hook(lambda gradient: HALF * gradient)
-        if kind == "node of the input" and x.grad_fn is not None:
+        if kind == "node of the input":
             x.grad_fn.register_prehook(lambda gradients: (HALF * gradients[0],))
         if kind == "several":
             torch.autograd.graph.register_multi_grad_hook([x], lambda _: self.calls.append(1))
@@ -91,6 +91,40 @@ def test_hooks_that_a_layer_registers_are_there_once(kind, activations):
     found, called = trained(offloaded, model.calls)
     assert called == calls
     for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+class Looking(nn.Module):
+    """Tells its input from a leaf and from others, and takes what is left on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scale = (2.0 if x.is_leaf else 1.0) * x.scale * mask.scale * (3.0 if mask is MASK else 1.0)
+        return torch.tanh(self.linear(x)) * scale * x.grad_fn.name().count("Backward")
+
+
+MASK = torch.ones(4)
+MASK.scale = 0.25
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_inputs_look_as_they_did(activations):
+    def gradients(model: nn.Module) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_() * 1
+        for layer in model:
+            x.scale = 1.5
+            x = layer(x, MASK)
+        x.square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Looking() for _ in range(3))
+    model = copy.deepcopy(plain)
+    stronghold.offload(model, window=1, device="cpu", activations=activations)
+    for one, other in zip(gradients(model), gradients(plain), strict=True):
         assert torch.equal(one, other)
 
 
@@ -180,6 +214,47 @@ class Routed(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         loss = self.router(x.detach()).softmax(-1).square().sum()
         return x + torch.tanh(self.linear(x)), loss
+
+
+class Calling(torch.autograd.Function):
+    """Computes another layer in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, other):
+        ctx.other = other
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.no_grad():
+            ctx.other(torch.ones(3, 4))
+        return gradient, None
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host", "keep"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_layer_that_is_computed_inside_of_a_backward_pass_leaves_no_weights(window, activations):
+    """It came into the slot of the layer that was open, whose second run had saved weights there."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.one(x))
+            return x + self.other(y if self.calls is None else Calling.apply(y, self.calls[0]))
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        model[2].calls = [model[0]]
+        model(torch.ones(3, 4)).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Layer() for _ in range(4)))
+    model = stronghold.offload(copy.deepcopy(plain), device="cpu", window=window, activations=activations)
+    for one, other in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(one, other)
 
 
 class Delayed(torch.autograd.Function):
