@@ -239,7 +239,7 @@ class DiskStore(Store):
             self._staging.start_over()
 
     def reading(self, unit: Unit) -> Event | None:
-        return self._reading.get(unit)
+        return self._reading.get(unit, unit.fetched.event)
 
     def update_io(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> UpdateIO:
         self._check_loaded()

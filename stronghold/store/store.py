@@ -177,7 +177,7 @@ class Store(ABC):
 
     def reading(self, unit: Unit) -> Event | None:
         """Returns the event after which the unit's memory may be written: until then it is being read."""
-        return None
+        return unit.fetched.event
 
     @abstractmethod
     def fetch(self, unit: Unit, target: Tensor) -> None:

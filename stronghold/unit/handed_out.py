@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from stronghold.unit.unit import Unit
 
 
+def common_error(replicas: int, name: str) -> OffloadedModelError:
+    """Returns the error for one of so many ``replicas`` that would write the unit ``name``."""
+    return OffloadedModelError(
+        f"{replicas} replicas have the weights and gradients of {name} in common, or must "
+        "have them alike, so that none may write them by itself; change weights before the model is offloaded, "
+        "update by stronghold.AdamW, clip by its max_grad_norm=, load by checkpoint.load, zero_grad() to None"
+    )
+
+
 class HandedOut:
     """Digests of a unit's weights and gradients, taken before the user gets memory of theirs, by index.
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.device import Buffer, Event, Wait, Waits, check_process, forks
-from stronghold.errors import OffloadedModelError
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
 from stronghold.unit.attributes import raw_version, requires_grad, same_octets
 from stronghold.unit.computed_with import ComputedWith
+from stronghold.unit.fetched import Fetched
 from stronghold.unit.gradient_memory import GradientMemory
-from stronghold.unit.handed_out import HandedOut
+from stronghold.unit.handed_out import HandedOut, common_error
 from stronghold.unit.masters import Masters
 from stronghold.unit.own_writes import OwnWrites
 from stronghold.unit.packed import is_packed
@@ -81,6 +81,7 @@ class Unit:
         self.gradients = GradientMemory(self)
         self.updated: Event | None = None
         """Happens when the update under way is complete; None where none is."""
+        self.fetched = Fetched()
         self.update_reads: list[Tensor] = []
         """What the update under way copies from the device: kept until the computation is behind that."""
         self.touched = False
@@ -90,7 +91,7 @@ class Unit:
         self._told: set[int] = set()
         """The parameters of which it is known that the user writes them, since this was last asked."""
         self._users = Users()
-        self._aliased: list[int] = []
+        self.aliased: list[int] = []
         """The parameters over whose memory the user held a tensor when this was last asked."""
         self.computed_with = ComputedWith()
         self.handed_out, self.own_writes = HandedOut(), OwnWrites()
@@ -321,6 +322,7 @@ class Unit:
 
     def wait_updated(self) -> None:
         """Waits for the update of this unit that is under way: the user uses its weights or gradients."""
+        self.fetched.wait()
         if self.updated is None:
             return
         with self._waited() as event:
@@ -403,11 +405,7 @@ class Unit:
         """Raises OffloadedModelError where other processes train the same unit, or this is a child of fork."""
         check_process(self._born)
         if self.replicas.world_size > 1:
-            raise OffloadedModelError(
-                f"{self.replicas.world_size} replicas have the weights and gradients of {self.name} in common, or must "
-                "have them alike, so that none may write them by itself; change weights before the model is offloaded, "
-                "update by stronghold.AdamW, clip by its max_grad_norm=, load by checkpoint.load, zero_grad() to None"
-            )
+            raise common_error(self.replicas.world_size, self.name)
 
     def versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -418,10 +416,10 @@ class Unit:
         versions = self.versions_now()
         self._told.update(index for index, version in enumerate(versions) if version != self.versions[index])
         untold = self._untold_writes()
-        held, self._aliased = self._aliased, self._users.aliased(self.on_device or self.weight, self.parameters[0])
+        held, self.aliased = self.aliased, self._users.aliased(self.on_device or self.weight, self.parameters[0])
         if versions != self.versions or untold or self.computed_with.others(self.weight):
             self.supersede()
-        unseen = self.touched or self.masters.marked or bool(held or self._aliased or untold)
+        unseen = self.touched or self.masters.marked or bool(held or self.aliased or untold)
         written, self.touched, self.versions = unseen or versions != self.versions, False, versions
         self._told.clear()
         self.writes += written
@@ -434,7 +432,7 @@ class Unit:
 
     def will_run(self) -> None:
         """Called before a run that a backward pass may come back to, when it is known who holds what."""
-        for index in self._aliased:
+        for index in self.aliased:
             self._expect_unseen(index)
 
     def was_written_unseen(self) -> bool:

@@ -208,13 +208,13 @@ class Window:
             check_unmoved(unit)
             slot = self._free.pop()
             self._where[layer] = slot
-            # The slot's last layer may still be computing, on the device, when this is issued.
             self.waits.stream(self.device.fetches, slot.read, Wait.SLOT_FREE)
             # The update runs on the host: the first layer's may be done when the last one's has not begun.
             self.waits.stream(self.device.fetches, unit.updated, Wait.UPDATED)
             with self.device.noted(self.device.fetches, f"fetch {unit.name}"):
                 self.store.fetch(unit, slot.flat)
             slot.ready = self.device.fetches.record()
+            unit.fetched.begin(slot.ready, self.waits)
             self.traffic.fetches += 1
             self.traffic.fetched_bytes += unit.layout.total_bytes
         if (count := self.store.lookahead) and self.schedule is not None:
@@ -251,9 +251,9 @@ class Window:
     def _wait_for(self, unit: Unit, slot: Slot) -> None:
         begin = self.device.stamp()
         late_update = unit.updated is not None and not unit.updated.done
-        # The computation must not read the slot before the fetch has filled it; the fetch in its turn
-        # waits for the update, so that nothing here has to.
+        # The slot is not read before the fetch has filled it, which waits for the update: nothing here has to.
         self.waits.compute(slot.ready, Wait.FETCHED)
+        unit.fetched.use(held=bool(unit.aliased))
         waits = self.traffic.update_waits if late_update else self.traffic.fetch_waits
         if unit.lives("weights") == "disk":
             waits = self.traffic.disk_waits
