@@ -368,6 +368,7 @@ NO_EVENTS = {
     "optim/host_adamw.py: self.wait",
     "optim/state_dicts.py: optimizer.wait",
     "unit/fetched.py: self.wait",
+    "engine/agreeing.py: unit.fetched.wait",
     "unit/unit.py: self.fetched.wait",
     "store/input_file.py: transfer.wait",  # and these are for transfers that the same thread has submitted
     "store/disk.py: file.wait",

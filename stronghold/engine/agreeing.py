@@ -21,6 +21,7 @@ def agree_on_step(replicas: Replicas, optimizer: HostAdamW, given: Mapping[Unit,
     if replicas.world_size > 1:
         for unit in given:
             unit.handed_out.check(unit.name, gradients=True)
+            unit.fetched.wait()  # others are to write what this one's device, which may be behind, has still to read
         number = optimizer.group_number
         done = [
             (unit.name, tuple((i, number(unit, i), _assigned(unit, gradient)) for i, gradient in gradients.items()))
