@@ -176,7 +176,7 @@ class Block:
                 check_let_go(self.unit, engine.window, users)
             nodes = nodes_of(output) if training else set()
             if returning := bool(nodes):
-                accumulators = Accumulators(self.unit, run, nodes=self._accumulators(), hold=self.keep)
+                accumulators = Accumulators(self.unit, run, nodes=self._accumulators(), hold=by_itself)
         except RuntimeError as error:
             inputs: list[Tensor] = []
             flatten((args, kwargs), inputs)
