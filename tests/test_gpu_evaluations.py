@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -120,8 +119,8 @@ def test_what_the_user_writes_is_not_in_the_evaluation_before(on_disk, write, pl
 
 
 def test_nor_what_is_written_by_memory_that_is_held(plain):
-    def losses(model: Model, held: Callable[[nn.Parameter], Tensor]) -> list[float]:
-        memory, found, x = [held(parameter) for parameter in model.layers.parameters()], [], batch(9)
+    def losses(model: Model) -> list[float]:
+        memory, found, x = [parameter.data for parameter in model.layers.parameters()], [], batch(9)
         for _ in range(3):
             sleep(LATE_MS)
             with torch.no_grad():
@@ -131,5 +130,4 @@ def test_nor_what_is_written_by_memory_that_is_held(plain):
         return [loss.item() for loss in found]
 
     model = stronghold.offload(copy.deepcopy(plain), device=DEVICE, window=2)
-    expected = losses(plain.to(DEVICE), lambda parameter: parameter.data)
-    assert losses(model, lambda parameter: parameter.data) == pytest.approx(expected, rel=1e-4)
+    assert losses(model) == pytest.approx(losses(plain.to(DEVICE)), rel=1e-4)

@@ -63,9 +63,8 @@ def best_of(
     ``replicated`` plans for so many replicas of one stage each, and no further than to see that they are no shorter
     than the shortest step so far, which it gets; they come last, for to play one of their steps takes the longest, and
     their plan may then be longer than their best. ``staged`` is what can be cut, or why nothing can be, ``states`` what
-    moments may be in;
-    ``told`` makes a plan of what is known of one in stages. Raises BudgetError where nothing fits, and ValueError where
-    the processes can be nothing that trains the model.
+    moments may be in; ``told`` makes a plan of what is known of one in stages. Raises BudgetError where nothing fits,
+    and ValueError where the processes can be nothing that trains the model.
     """
     if processes > (most := batch * max(1, layers)):
         raise ValueError(

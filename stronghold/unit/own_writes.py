@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
+from stronghold.unit.attributes import same_octets
 
 if TYPE_CHECKING:
     from stronghold.unit.unit import Unit
@@ -68,11 +69,13 @@ class OwnWrites:
 
         Where that has failed it does neither: it is the user who may have written since.
         """
+        if not self._watches:  # at the end of a backward pass that is done before the layer's update
+            return
         for index, before in self._replaced.items():
             set_data(parameters[index], before)
         # Of most layers there are none; on a GPU each waits for the device.
         for index, before in () if failed else self._read.items():
-            if not _same(now := data_of(parameters[index]), before):
+            if not same_octets(now := data_of(parameters[index]), before):
                 self.found = True
                 now.copy_(before)
         self.end()
@@ -82,10 +85,6 @@ class OwnWrites:
         self._watches = self._in_forward = False
         self._read.clear()
         self._replaced.clear()
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (one, other)))  # with NaN
 
 
 def own_write_error(name: str) -> OffloadedModelError:

@@ -145,7 +145,7 @@ def test_a_second_pass_through_a_kept_graph_is_training():
     optimizer = AdamW(model.parameters(), lr=1e-3)
 
     def slow(layer, inputs):
-        inputs[0].register_hook(lambda _: time.sleep(0.3))
+        inputs[0].register_hook(lambda _: time.sleep(0.5))
 
     optimizer.step()  # what came before is no step's
     model[1].register_forward_pre_hook(slow)
@@ -155,5 +155,5 @@ def test_a_second_pass_through_a_kept_graph_is_training():
     model(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
     step = report(model).step
-    assert step.total_s > 0.9
-    assert step.outside_s < 0.3
+    assert step.total_s > 1.5
+    assert step.outside_s < 0.5
