@@ -32,6 +32,7 @@ from stronghold.engine.recorded import Recorded
 from stronghold.engine.replay import State, requiring_grad
 from stronghold.engine.saved import stale_error
 from stronghold.engine.slot_memory import check_let_go, copied_out
+from stronghold.engine.stale import is_stale
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import (
@@ -176,7 +177,7 @@ class Block:
                 check_let_go(self.unit, engine.window, users)
             nodes = nodes_of(output) if training else set()
             if returning := bool(nodes):
-                accumulators = Accumulators(self.unit, run, nodes=self._accumulators(), hold=by_itself)
+                accumulators = Accumulators(self.unit, run, nodes=self._accumulators(), hold=self.keep)
         except RuntimeError as error:
             inputs: list[Tensor] = []
             flatten((args, kwargs), inputs)
@@ -187,7 +188,7 @@ class Block:
         if returning:
             engine.ran(run, accumulators)
             for node in nodes:
-                node.register_prehook(functools.partial(self._enter_backward, accumulators))
+                node.register_prehook(functools.partial(self._enter_backward, accumulators, by_itself))
         return output
 
     def _enter(self, training: bool) -> None:
@@ -402,18 +403,27 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
 
 @opaque
 def _enter_backward(
-    block: weakref.ref[Block], layer: str, held: Accumulators[Run], gradients: tuple[Tensor | None, ...]
+    block: weakref.ref[Block],
+    layer: str,
+    held: Accumulators[Run],
+    by_itself: bool,
+    gradients: tuple[Tensor | None, ...],
 ) -> None:
-    """Called when a backward pass comes to a layer, before anything of it is computed; the graph holds ``held``."""
+    """Called when a backward pass comes to a layer, before anything of it is computed; the graph holds ``held``.
+
+    What was not kept ``by_itself`` asks for weights that autograd has saved, and for others not: a checkpoint within
+    the layer computes with them as they are now.
+    """
     if torch.is_grad_enabled():
         raise OffloadedModelError(
             "create_graph=True keeps the graph of a backward pass, and with it weights on the device that the window "
             f"takes back (got it in {layer}); compute second derivatives on a model that is not offloaded"
         )
-    engine = there(block, layer).engine
-    engine.begin_backward()
-    if held.run is not None:  # nothing else tells that its weights are asked for
-        engine.return_to(held.run)
+    this = there(block, layer)
+    this.engine.begin_backward()
+    if (run := held.run) is not None:  # nothing else tells that its weights are asked for
+        if by_itself or not is_stale(this.unit, run):
+            this.engine.return_to(run)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             held.run = None
 

@@ -10,13 +10,18 @@ from stronghold.unit import ConsumedGradient, Unit, consumed_error, gradient_of
 from stronghold.window import Gradients
 
 
+def is_stale(unit: Unit, run: Run) -> bool:
+    """Whether the weights of ``unit`` are others than those that ``run`` has computed with."""
+    changed = unit.generation != run.generation or unit.versions_now() != unit.versions
+    return changed or unit.was_written_unseen()
+
+
 def check_same(unit: Unit, run: Run, gradients: Gradients) -> None:
     """Raises OffloadedModelError where the weights of ``unit`` are others than those that ``run`` has computed with.
 
     Called when the backward pass asks for them.
     """
-    changed = unit.generation != run.generation or unit.versions_now() != unit.versions
-    if changed or unit.was_written_unseen():
+    if is_stale(unit, run):
         if gradients.has_updated(run.layer):
             raise gradients.too_late(unit)
         if any(isinstance(gradient_of(parameter), ConsumedGradient) for parameter in unit.parameters):
