@@ -32,6 +32,7 @@ class Turns:
         self._until_released = _Release(self._lock)
         self._pass: weakref.ref[_Pass] | None = None
         self._thread = 0
+        self._task = -1
 
     @property
     def in_backward(self) -> bool:
@@ -71,13 +72,14 @@ class Turns:
             raise _refusal()
         if self.elsewhere:
             self._lock.release()
-            raise _refusal()
+            raise _other_device() if torch._C._current_graph_task_id() == self._task else _refusal()
         return self._until_released
 
     def begin(self, end: Callable[[], None]) -> None:
         """Notes that a backward pass has begun in this thread; ``end`` is called when it has ended without an error."""
         begun = _Pass(end)
         self._pass, self._thread = weakref.ref(begun), threading.get_ident()
+        self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(begun)
 
 
@@ -112,4 +114,12 @@ def _refusal() -> OffloadedModelError:
         "an offloaded model computes in one thread at a time (a backward pass is under way in one, and "
         f"{threading.current_thread().name} uses the model or its gradients); let threads take turns with forward, "
         "backward and step, and call backward() of a loss on a layer's parameters themselves apart from the model's"
+    )
+
+
+def _other_device() -> OffloadedModelError:
+    return OffloadedModelError(
+        "a layer must return what has a gradient on the device that it computes on (autograd carries out what is on "
+        "another in a thread of its own, beside the layers' backward passes); return it on the layers' device, and "
+        "copy it to another one outside of the layers"
     )

@@ -13,6 +13,7 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import OffloadedModelError
+from tests.gpu import DEVICE, needs_device
 from tests.small import ADAMW, Residual, assert_close, assert_same_models, numbers, pair
 
 THREADS = 4
@@ -195,3 +196,50 @@ def test_a_backward_pass_that_failed_keeps_no_thread_from_its_turn():
     with pytest.raises(ZeroDivisionError):
         output.sum().backward()
     in_another_thread(lambda: model(numbers(1)[0]))
+
+
+class Penalised(nn.Module):
+    """A layer that returns a loss of its own as well, on the CPU where it ``copies`` it there."""
+
+    def __init__(self, *, copies):
+        super().__init__()
+        self.linear, self.copies = nn.Linear(4, 4), copies
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        loss = y.square().mean()
+        return x + y, loss.cpu() if self.copies else loss
+
+
+class PenalisedStack(nn.Module):
+    """Three such layers, whose losses are added up on the CPU."""
+
+    def __init__(self, *, copies):
+        super().__init__()
+        self.layers = nn.ModuleList(Penalised(copies=copies) for _ in range(3))
+
+    def forward(self, x):
+        losses = []
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses.append(loss.cpu())
+        return x.square().mean().cpu() + sum(losses)
+
+
+@pytest.mark.gpu
+@needs_device
+@pytest.mark.parametrize("activations", ["recompute", "host", "keep"])
+def test_what_a_layer_computes_on_another_device_is_refused_and_the_remedy_is_right(activations):
+    x = torch.randn(2, 4, device=DEVICE)
+    model = stronghold.offload(PenalisedStack(copies=True), window=1, device=DEVICE, activations=activations)
+    loss = model(x)
+    with pytest.raises(OffloadedModelError, match=r"on the device that it computes on.*outside of the layers"):
+        loss.backward()
+    plain = PenalisedStack(copies=False)
+    model = stronghold.offload(copy.deepcopy(plain), window=1, device=DEVICE, activations=activations)
+    losses = model(x), plain.to(DEVICE)(x)
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad.cpu(), other.grad.cpu())
