@@ -26,8 +26,9 @@ class Fakes(FakeTensorMode):
     their memory in common. Where what it gives has memory of its own, the kernel is asked once for each kind of call.
 
     What the model makes under it without a ``device`` is on the CPU as all else is, whatever the user's default device.
-    What it checks of a tensor's values by ``torch._check_tensor_all`` holds, and unless ``is_packed``, a model of
-    transformers takes the tokens of a sample for one sequence.
+    What it checks of a tensor's values by ``torch._check_tensor_all`` holds, a number that it draws to drop a layer by
+    (LayerDrop: Fan et al. 2020) drops none, and unless ``is_packed``, a model of transformers takes the tokens of a
+    sample for one sequence.
     """
 
     is_packed = False
@@ -42,6 +43,7 @@ class Fakes(FakeTensorMode):
         super().__enter__()
         self._entered.append(ExitStack())
         self._entered[-1].enter_context(_checks_hold())
+        self._entered[-1].enter_context(_nothing_is_dropped())
         if not self.is_packed:
             self._entered[-1].enter_context(one_sequence_each())
         if torch._C._len_torch_function_stack() > 0:  # a default device may be among the modes: each call takes longer
@@ -170,6 +172,26 @@ def _checks_hold() -> Iterator[None]:
         yield
     finally:
         torch._check_tensor_all_with = check
+
+
+@contextmanager
+def _nothing_is_dropped() -> Iterator[None]:
+    """Has a single number that is drawn, by ``torch.rand([])``, be the largest there is, so that all layers are run.
+
+    transformers draws so which layers of speech and translation models are left out of a step.
+    """
+    draw = torch.rand
+
+    def drawn(*size: Any, **settings: Any) -> Tensor:
+        if size in (([],), ((),)) and not settings:
+            return torch.tensor(1 - torch.finfo(torch.float32).eps)
+        return draw(*size, **settings)
+
+    torch.rand = drawn
+    try:
+        yield
+    finally:
+        torch.rand = draw
 
 
 @contextmanager

@@ -128,6 +128,23 @@ def test_what_is_checked_of_values_holds_where_there_are_none():
         model(x / 0)
 
 
+class Dropping(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            if torch.rand([]) < 0.9:  # as models of transformers have it
+                continue
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+def test_a_model_that_drops_layers_at_random_is_planned_with_all_of_them():
+    draws, x = torch.rand, torch.randn(2, 8)
+    found, plain = (ModelComputation(m, list(m.layers), (x,)) for m in (Dropping(), Mlp()))
+    assert [found.layer(number).forward for number in range(2)] == [plain.layer(number).forward for number in range(2)]
+    assert torch.rand is draws
+
+
 def saved_bytes(layer: nn.Module, *args: torch.Tensor) -> tuple[int, int]:
     """Returns what autograd has of a layer's run beside its input and parameters, and what its output takes."""
     storages = {}
