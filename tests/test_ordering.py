@@ -110,6 +110,7 @@ def _train(
     wait=False,
     load=False,
     overwrite=False,
+    fused=False,
     replicas=None,
     muon=False,
     **kwargs,
@@ -126,7 +127,10 @@ def _train(
         everyone = replicas.everyone
         engine_of(model).join(everyone, shared={}, copies=copies, model="Model", passes=1, here=everyone.world_size)
     settings = {"lr": 0.05, "update": update, "threads": 1, "max_grad_norm": norm}
-    if muon:
+    if fused:
+        rate = torch.tensor(0.1, device=engine_of(model).device.torch_device)
+        optimizer = torch.optim.AdamW(model.layers.parameters(), rate, fused=True)
+    elif muon:
         parameters = list(model.parameters())
         matrices, vectors = ([p for p in parameters if (p.ndim == 2) == kind] for kind in (True, False))
         optimizer = stronghold.Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], **settings)
@@ -146,6 +150,8 @@ def _train(
             seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
         if look:
             seen += [model.layers[i].up.weight.grad.sum().item() for i in range(LAYERS)]
+        if fused:
+            rate.mul_(0.5)
         optimizer.step()
         if again:
             optimizer.step()  # with the same gradients, and nothing computed in between
@@ -220,6 +226,7 @@ SETTINGS = {
     "replicas, muon, disk": {"replicas": 2, "muon": True, "disk": True, "update": "in_backward"},
     "waited for": {"wait": True},
     "written behind an evaluation": {"overwrite": True},
+    "updated by torch": {"fused": True},
     "loading": {"load": True, "evaluate": True},
     "disk, loading": {"disk": True, "load": True, "evaluate": True, "window": 1},
     "replicas": {"replicas": 2, "read": True, "evaluate": True},
@@ -281,6 +288,7 @@ SHOWN = {
     "UPDATED": ("deferred", "updates late"),
     "WEIGHTS_READ": ("deferred", "updates late"),
     "WEIGHTS_FETCHED": ("written behind an evaluation", ""),
+    "FACTORS": ("updated by torch", ""),
     "UPDATE_READ": ("waited for", "gradients late"),
     "GRADIENT_SLOT_FREE": ("whole window", "gradients late"),
     "GRADIENT_WRITTEN": ("deferred", "updates late"),
@@ -308,7 +316,7 @@ SHOWN = {
     "INPUT_SLOT_READ": ("host", "gradients late"),
     "INPUT_UP": ("host", "gradients late"),
 }
-BEHIND = {"WEIGHTS_FETCHED"}
+BEHIND = {"WEIGHTS_FETCHED", "FACTORS"}
 """For a device that is behind the host, which no thread is: tests/accelerator/test_waits.py takes them away."""
 TIMES_AS_LATE = (1, 1, 2, 4, 8, 16)
 """How late they are in each attempt: a race shows by chance, and less where all else is slow as well."""
@@ -368,6 +376,7 @@ NO_EVENTS = {
     "optim/host_adamw.py: self.wait",
     "optim/state_dicts.py: optimizer.wait",
     "unit/fetched.py: self.wait",
+    "unit/factors.py: factors.wait",
     "engine/agreeing.py: unit.fetched.wait",
     "unit/unit.py: self.fetched.wait",
     "store/input_file.py: transfer.wait",  # and these are for transfers that the same thread has submitted

@@ -137,3 +137,17 @@ def _kind_of(parameter: Tensor) -> Packing | None:
 def _count(kind: Packing, parameter: Tensor) -> int:
     before = kind.unpacked(parameter)
     return (parameter if before is None else before).numel()
+
+
+class StaysInPlace(nn.Parameter):
+    """A quantised weight that is itself where it is asked to be where it is.
+
+    bitsandbytes makes another of it, and PEFT puts that into its place after it has looked at the values (DoRA, on the
+    CPU): the window would not know it.
+    """
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if device in (None, self.device) and dtype in (None, self.dtype):
+            return self
+        return super().to(*args, **kwargs)

@@ -16,8 +16,9 @@ from stronghold.errors import OffloadedModelError
 from stronghold.unit.calls import ALIASES, FACTS, check_not_transformed, hands_out, key_of, walk, written
 from stronghold.unit.compiler import opaque
 from stronghold.unit.dtypes import check_mixed
+from stronghold.unit.factors import wait_for_factors
 from stronghold.unit.own_writes import watched_data
-from stronghold.unit.packed import copy_of, stand_in
+from stronghold.unit.packed import StaysInPlace, copy_of, stand_in
 from stronghold.unit.unit import Unit
 
 
@@ -95,6 +96,7 @@ class OffloadedParameter(_Parameter):
         for _, unit in placed:
             check_not_transformed(unit.name)
             unit.wait_updated()
+        wait_for_factors(key, (unit for _, unit in placed), args, kwargs)
         targets = {id(target) for target in written(func, args, kwargs)}
         into = [(value, unit) for value, unit in placed if id(value) in targets]
         if len(into) == 1:
@@ -175,20 +177,6 @@ class BoundParameter(_Parameter):
         return done
 
 
-class _Placed(nn.Parameter):
-    """A quantised weight that is itself where it is asked to be where it is.
-
-    bitsandbytes makes another of it, and PEFT puts that into its place after it has looked at the values (DoRA, on the
-    CPU): the window would not know it.
-    """
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if device in (None, self.device) and dtype in (None, self.dtype):
-            return self
-        return super().to(*args, **kwargs)
-
-
 @contextmanager
 def bound(units: Sequence[Unit]) -> Iterator[None]:
     """Makes the parameters of units on the device plain ones for the block, which computes with them.
@@ -227,7 +215,7 @@ def check_not_swapped(name: str, parameters: Iterable[nn.Parameter]) -> None:
 @functools.cache
 def _both(kind: type[_Parameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
     """Returns a class that is both, by the name of ``own``: PEFT tells quantised weights by the name of their class."""
-    return type(own.__name__, (_Placed, kind, own), {})
+    return type(own.__name__, (StaysInPlace, kind, own), {})
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

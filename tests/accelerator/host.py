@@ -211,17 +211,22 @@ class NotedOperators(TorchDispatchMode):
     """Notes what the calling thread's operators read and write of the host's memory: a user's, and the engine's."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, arguments = kwargs or {}, func._schema.arguments
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        given = [value if isinstance(value, (list, tuple)) else (value,) for value in args]
-        copies = any(isinstance(one, Tensor) and not one.is_cpu for value in given for one in value)
+        named = [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
+        given = [
+            (argument, value if isinstance(value, (list, tuple)) else (value,))
+            for argument, value in (*zip(arguments, args, strict=False), *named)
+        ]
+        copies = any(isinstance(one, Tensor) and not one.is_cpu for _, value in given for one in value)
         asks = func is torch.ops.aten.is_pinned.default  # which reads none of it
         if not view and not copies and not asks:  # copies the device notes
-            for argument, value in zip(func._schema.arguments, given, strict=False):
+            for argument, value in given:
                 writes = argument.alias_info is not None and argument.alias_info.is_write
                 for tensor in value:
                     if isinstance(tensor, Tensor) and tensor.is_contiguous():
                         soft.touch(tensor, write=writes, by=str(func))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 ACCELERATORS[soft.NAME] = Soft
