@@ -223,9 +223,15 @@ class FromCheckpoint:
         needed = [name for name in lacking if named[name].is_meta]
         missing = [*needed, *unless_ignored(model, sorted(set(lacking) - set(needed)), _MAY_LACK)]
         if missing:
+            tied = getattr(model, "all_tied_weights_keys", None) or ()  # transformers', of what is in place twice
+            remedy = (
+                "call model.tie_weights() once the model is built: on the meta device its ties are lost"
+                if set(missing) <= set(tied)
+                else "build the model that it was saved from, or give what it lacks values beforehand"
+            )
             raise ValueError(
                 f"a checkpoint must hold every tensor of the model (in {str(self._checkpoint.directory)!r} missing "
-                f"{some(missing)}); build the model that it was saved from, or give what it lacks values beforehand"
+                f"{some(missing)}); {remedy}"
             )
 
     def _compare_tied(self) -> None:

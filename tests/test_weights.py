@@ -113,6 +113,25 @@ def test_weights_that_are_none_are_refused_and_the_model_stays_as_it_is(weights,
         stronghold.offload(model, device="cpu", weights=reset)
 
 
+def test_a_model_whose_ties_the_meta_device_has_cost_is_told_how_to_tie_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    accelerate = pytest.importorskip("accelerate")
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(vocab_size=99, max_position_embeddings=64, **sizes, **heads)
+    saved = transformers.BartForConditionalGeneration(config)
+    saved.save_pretrained(tmp_path)
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = transformers.BartForConditionalGeneration(config)
+    with pytest.raises(ValueError, match=r"lm_head.weight\); call model.tie_weights\(\) once the model is"):
+        stronghold.offload(model, device="cpu", weights=tmp_path)
+    model.tie_weights()
+    stronghold.offload(model, device="cpu", weights=tmp_path)
+    assert model.lm_head.weight is model.model.shared.weight
+    for name, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
 def test_an_error_in_the_initialiser_leaves_the_model_as_it_was():
     model = on_meta(Residual)
 

@@ -62,8 +62,9 @@ class Apply(_Method):
                 if result.device not in (probe.device, _HOST) or result.dtype != probe.dtype:
                     raise OffloadedModelError(
                         f"an offloaded model stays on {probe.device} with dtype {probe.dtype} (got a move to "
-                        f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload(), or "
-                        "have the model's configuration tell a module that converts itself as it computes its dtype "
+                        f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload(), "
+                        "leave bf16_full_eval and fp16_full_eval out of a Trainer's arguments, or have the model's "
+                        "configuration tell a module that converts itself as it computes its dtype "
                         '(router_dtype="bfloat16" of a mixture of experts)'
                     )
             if result.device != probe.device:
