@@ -381,7 +381,17 @@ class UnitFile:
             path.unlink(missing_ok=True)
         self._files = [self._open(path, create=True) for path in self.paths]
         for number, path in enumerate(self.paths):
-            os.truncate(path, self.stripes.share(number, self.capacity_bytes))
+            length = self.stripes.share(number, self.capacity_bytes)
+            try:
+                os.truncate(path, length)
+            except OSError as error:  # a limit, or a file system whose files are short
+                for created in self.paths:
+                    created.unlink()
+                raise StoreError(
+                    f"a store must be able to hold a layer in a file (got {error.strerror} for {format_bytes(length)} "
+                    f"at {path}); raise the limit of file sizes (ulimit -f), or pass a directory on a file system that "
+                    "holds larger files"
+                ) from error
 
     def _open(self, path: Path, *, create: bool = False) -> DiskFile:
         file = self._disk.open(path, create=create)

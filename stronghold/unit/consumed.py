@@ -83,8 +83,9 @@ class ConsumedNorm(Tensor):
 def consumed_error() -> RuntimeError:
     return OffloadedModelError(
         "update='in_backward' updates each layer during backward() and frees its gradient, so that no gradient can be "
-        "read (but for its norm of order 2), clipped over the whole model, or added to by a second backward() before "
-        "step() and zero_grad(); use update='deferred' for clipping and accumulation"
+        "read (but for its norm of order 2), unscaled by a GradScaler, clipped over the whole model, or added to by a "
+        "second backward() before step() and zero_grad(); use update='deferred' for loss scaling, clipping and "
+        "accumulation"
     )
 
 
