@@ -223,7 +223,7 @@ class FromCheckpoint:
         needed = [name for name in lacking if named[name].is_meta]
         missing = [*needed, *unless_ignored(model, sorted(set(lacking) - set(needed)), _MAY_LACK)]
         if missing:
-            tied = getattr(model, "all_tied_weights_keys", None) or ()  # transformers', of what is in place twice
+            tied = getattr(model, "all_tied_weights_keys", None) or ()  # transformers: what is tied to others
             remedy = (
                 "call model.tie_weights() once the model is built: on the meta device its ties are lost"
                 if set(missing) <= set(tied)

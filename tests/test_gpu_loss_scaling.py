@@ -40,8 +40,8 @@ def pair(**settings: Any) -> tuple[nn.Module, nn.Module]:
 
 def scaled(
     model: nn.Module, make: Callable[..., Any], *, infinite_at: int, unscales: bool, half: bool = False
-) -> list[float]:
-    """Returns losses, norms and scales of some steps; in one of them the gradients are not finite."""
+) -> list[Tensor]:
+    """Returns losses, scales and gradients of some steps, in one of which they are not finite, and the weights."""
     optimizer, kind = make(model.layers.parameters()), torch.device(DEVICE).type
     scaler, seen = torch.amp.GradScaler(kind, init_scale=SCALE), []
     for step in range(STEPS):
@@ -51,13 +51,12 @@ def scaled(
         sleep(LATE_MS)
         if unscales:
             scaler.unscale_(optimizer)
-            norms = [parameter.grad.norm().item() for parameter in model.layers.parameters()]
-            seen += norms if step != infinite_at else []
+            seen += [parameter.grad.cpu() for parameter in model.layers.parameters() if step != infinite_at]
         scaler.step(optimizer)
         scaler.update()
-        seen += [loss.item(), scaler.get_scale()]
+        seen += [loss.detach().cpu(), torch.tensor(scaler.get_scale())]
         optimizer.zero_grad()
-    return seen
+    return seen + [parameter.detach().cpu() for parameter in model.layers.parameters()]
 
 
 @pytest.mark.parametrize("infinite_at", [STEPS, 1], ids=["finite", "infinite once"])
@@ -67,7 +66,7 @@ def test_a_scaler_does_what_it_does_for_a_model_on_the_device(name: str, unscale
     ours, theirs = OPTIMIZERS[name]
     plain, model = pair()
     expected = scaled(plain, theirs, infinite_at=infinite_at, unscales=unscales)
-    assert expected[-1] == (SCALE / 2 if infinite_at < STEPS else SCALE)
+    assert (torch.tensor(SCALE / 2) in [one for one in expected if not one.ndim]) == (infinite_at < STEPS)
     found = scaled(model, ours, infinite_at=infinite_at, unscales=unscales)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -79,17 +78,6 @@ def test_it_does_so_under_autocast_to_float16(name: str) -> None:
     expected = scaled(plain, theirs, infinite_at=1, unscales=True, half=True)
     found = scaled(model, ours, infinite_at=1, unscales=True, half=True)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-4)
-
-
-def test_a_scale_on_the_host_stays_as_it_is() -> None:
-    """A model whose layers are all on the device shares a scaler with one that is not offloaded."""
-    scaler = torch.amp.GradScaler(torch.device(DEVICE).type, init_scale=SCALE)
-    weight = nn.Parameter(torch.ones(3, device=DEVICE))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    scaler.scale(weight.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert weight.tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"activations": "keep"}], ids=str)

@@ -288,7 +288,7 @@ SHOWN = {
     "UPDATED": ("deferred", "updates late"),
     "WEIGHTS_READ": ("deferred", "updates late"),
     "WEIGHTS_FETCHED": ("written behind an evaluation", ""),
-    "FACTORS": ("updated by torch", ""),
+    "COPIES": ("updated by torch", ""),
     "UPDATE_READ": ("waited for", "gradients late"),
     "GRADIENT_SLOT_FREE": ("whole window", "gradients late"),
     "GRADIENT_WRITTEN": ("deferred", "updates late"),
@@ -316,7 +316,7 @@ SHOWN = {
     "INPUT_SLOT_READ": ("host", "gradients late"),
     "INPUT_UP": ("host", "gradients late"),
 }
-BEHIND = {"WEIGHTS_FETCHED", "FACTORS"}
+BEHIND = {"WEIGHTS_FETCHED", "COPIES"}
 """For a device that is behind the host, which no thread is: tests/accelerator/test_waits.py takes them away."""
 TIMES_AS_LATE = (1, 1, 2, 4, 8, 16)
 """How late they are in each attempt: a race shows by chance, and less where all else is slow as well."""
@@ -376,7 +376,9 @@ NO_EVENTS = {
     "optim/host_adamw.py: self.wait",
     "optim/state_dicts.py: optimizer.wait",
     "unit/fetched.py: self.wait",
-    "unit/factors.py: factors.wait",
+    "unit/copies.py: copies.wait",
+    "unit/parameter.py: unit.copies.wait",
+    "unit/copies.py: self.wait",
     "engine/agreeing.py: unit.fetched.wait",
     "unit/unit.py: self.fetched.wait",
     "store/input_file.py: transfer.wait",  # and these are for transfers that the same thread has submitted

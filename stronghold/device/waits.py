@@ -24,7 +24,7 @@ class Wait(Enum):
     UPDATED = "a fetch reads the host's weights: their update must be complete"
     WEIGHTS_READ = "the user reads a layer's weights on the host: their update must be complete"
     WEIGHTS_FETCHED = "the user may write a layer's weights on the host: a computation's fetch of them must be complete"
-    FACTORS = "the host updates weights by numbers that torch copies down from the device: they must have arrived"
+    COPIES = "the host uses what the user, or torch, copies to or from it without waiting: that must be complete"
     UPDATE_READ = "the host reads or writes what an update writes, by a way that nobody watches: it must be complete"
     GRADIENT_SLOT_FREE = "a computation refills a gradient slot: its last copy down must be complete"
     GRADIENT_WRITTEN = "a copy down reads a gradient slot: the computation must have filled it"

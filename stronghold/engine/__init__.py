@@ -1,6 +1,6 @@
 """Ties an ``nn.Module`` to a window."""
 
-from stronghold.engine import loss_scaling as loss_scaling  # which has every scaler wait for what it copies down
+from stronghold.engine import loss_scaling as loss_scaling  # makes GradScaler's copies to the host block
 from stronghold.engine import other_optimizers as other_optimizers  # whose hooks see every optimizer's step
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine

@@ -48,6 +48,9 @@ from stronghold.unit import (
 )
 from stronghold.window import Accumulators, KeptInput, accumulators_of
 
+_next_node = torch.autograd._get_sequence_nr
+"""Returns the number of the node that autograd makes next in this thread."""
+
 
 class Runner(Fetches, Protocol):
     """What a block needs of the engine."""
@@ -168,7 +171,7 @@ class Block:
         leader = batch_of(args, kwargs) if getattr(self.module, "has_samples", True) else None
         run = Run(self.layer, self.unit.generation, 0 if leader is None else leader.shape[0])
         nodes, returning = set(), False
-        users = 0 if self.unit.resident else engine.window.users(self.layer)
+        users, first = 0 if self.unit.resident else engine.window.users(self.layer), _next_node()
         try:
             by_itself = self.is_kept_by_itself
             output = self._pieces(run, args, kwargs, by_itself) if training else self._evaluated(args, kwargs)
@@ -187,7 +190,8 @@ class Block:
             outside_modes(functools.partial(engine.window.end_forward, self.layer, returning=returning))
         if returning:
             engine.ran(run, accumulators)
-            for node in nodes:
+            own = {node for node in nodes if node._sequence_nr() >= first}  # others are of inputs that it returns
+            for node in own or nodes:
                 node.register_prehook(functools.partial(self._enter_backward, accumulators, by_itself))
         return output
 
@@ -411,8 +415,9 @@ def _enter_backward(
 ) -> None:
     """Called when a backward pass comes to a layer, before anything of it is computed; the graph holds ``held``.
 
-    What was not kept ``by_itself`` asks for weights that autograd has saved, and for others not: a checkpoint within
-    the layer computes with them as they are now.
+    Autograd asks for the weights that it has saved. A checkpoint within the layer saves none and computes with the
+    layer's parameters, so that the layer is opened here, unless its weights have changed since. What was kept
+    ``by_itself`` asks for nothing.
     """
     if torch.is_grad_enabled():
         raise OffloadedModelError(
@@ -421,7 +426,7 @@ def _enter_backward(
         )
     this = there(block, layer)
     this.engine.begin_backward()
-    if (run := held.run) is not None:  # nothing else tells that its weights are asked for
+    if (run := held.run) is not None:
         if by_itself or not is_stale(this.unit, run):
             this.engine.return_to(run)
         if not torch._C._autograd._get_current_graph_task_keep_graph():

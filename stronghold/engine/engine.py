@@ -420,6 +420,7 @@ class Engine:
 
     def take_writes(self, unit: Unit) -> bool:
         """Brings the host's memory of ``unit`` up to what the user wrote into its parameters, if anything."""
+        unit.copies.settle(held=bool(unit.aliased))
         if not unit.was_written():
             return False
         check_process(self._born)  # a child has not got the masters' remainders

@@ -1,7 +1,7 @@
-"""Loss scaling by torch.amp.GradScaler: gradients on the host are scaled by numbers that are there.
+"""Loss scaling by torch.amp.GradScaler, of gradients on the host.
 
-The scaler's are on the device, and it has them copied to wherever gradients are without waiting for the copy. Then the
-host would unscale gradients by whatever was in that memory, and not see those that are not finite.
+GradScaler keeps its numbers on the device and copies them to each gradient's device without waiting. On the host it
+would unscale by whatever was in that memory before, and miss infinite gradients. Here the copy to the host blocks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from stronghold.engine.writing import Units, begin, end, units_of
 from stronghold.errors import OffloadedModelError
 from stronghold.optim import HostAdamW
 from stronghold.optim.held import held_bytes, name_of
-from stronghold.unit import Unit, gradient_of, make_plain, opaque
+from stronghold.unit import Unit, gradient_of, make_plain, opaque, wait_for_copies
 
 
 @opaque
@@ -24,6 +24,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for unit, indices in units.items():
         _check_exact(optimizer, unit, indices)
     begin(units)
+    wait_for_copies(units)
     for unit, indices in units.items():
         for index in indices:  # a compiler knows nothing of our gradients' class
             make_plain(gradient_of(unit.parameters[index]))

@@ -119,7 +119,8 @@ def _refusal() -> OffloadedModelError:
 
 def _other_device() -> OffloadedModelError:
     return OffloadedModelError(
-        "a layer must return what has a gradient on the device that it computes on (autograd carries out what is on "
-        "another in a thread of its own, beside the layers' backward passes); return it on the layers' device, and "
-        "copy it to another one outside of the layers"
+        "a backward pass through layers must stay on the device that they compute on (autograd carries out what is on "
+        "another one in a thread of its own, beside the layers' backward passes); return a layer's losses on its own "
+        "device and copy them outside of the layers, and call backward() of a penalty on a layer's parameters apart "
+        "from the model's"
     )

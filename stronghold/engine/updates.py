@@ -12,7 +12,7 @@ from stronghold import native
 from stronghold.device import Device, Event, Wait, Waits, check_process, forks
 from stronghold.optim import HostAdamW, Update, gradients_of, settings_now, updates_of
 from stronghold.store import Store, UpdateIO
-from stronghold.unit import HostGrad, Replicas, Unit, sum_over
+from stronghold.unit import HostGrad, Replicas, Unit, grad_meta_of, sum_over, wait_for_copies
 
 if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
@@ -49,6 +49,7 @@ def take_step(engine: Engine, optimizer: HostAdamW) -> None:
             engine.gradients.check_dropped()
             engine.gradients.since_step.check_step(optimizer.updates, settings_now(optimizer))
         given = {unit: gradients for unit in engine.units if (gradients := gradients_of(optimizer, unit))}
+        wait_for_copies(u for u, its in given.items() if any(grad_meta_of(one) is None for one in its.values()))
         engine.agree(optimizer, given)
         engine.check_step(optimizer)
         found = engine.collect(given)
@@ -70,6 +71,7 @@ def update_now(
     Returns the update's event, or None where the computation itself updates, in its order.
     """
     optimizer.check_settings(once=True)
+    unit.copies.settle(held=bool(unit.aliased))
     if unit.was_written():
         unit.take_writes()
     with _all_or_given_up(engine, [unit]) as prepared:

@@ -6,6 +6,7 @@ from stronghold.unit.closed import close_parameter, closed_error
 from stronghold.unit.compiler import as_written, opaque
 from stronghold.unit.computed_with import digest
 from stronghold.unit.consumed import Consumed, ConsumedGradient, StandIns, consumed_error
+from stronghold.unit.copies import wait_for_copies
 from stronghold.unit.dtypes import check_mixed
 from stronghold.unit.gradient import (
     GradMeta,
@@ -119,4 +120,5 @@ __all__ = [
     "take_gradient",
     "unit_of",
     "unpacked",
+    "wait_for_copies",
 ]

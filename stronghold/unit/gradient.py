@@ -13,6 +13,7 @@ from torch import Tensor
 from stronghold.unit.calls import FACTS, asking_collective, hands_out, key_of, walk, written
 from stronghold.unit.compiler import opaque
 from stronghold.unit.consumed import Consumed, ConsumedNorm
+from stronghold.unit.copies import blocking
 from stronghold.unit.unit import Unit
 
 
@@ -86,6 +87,7 @@ class OffloadedGradient(Tensor):
         if key == "is_complex" and (collective := asking_collective()):
             _reduced(args[0], collective)
         elif key not in FACTS:
+            args, kwargs = blocking(key, args, kwargs)
             seen = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedGradient)]
             targets = {id(target) for target in written(func, args, kwargs)}
             for value in seen:

@@ -15,8 +15,8 @@ from torch._guards import TracingContext
 from stronghold.errors import OffloadedModelError
 from stronghold.unit.calls import ALIASES, FACTS, check_not_transformed, hands_out, key_of, walk, written
 from stronghold.unit.compiler import opaque
+from stronghold.unit.copies import blocking, wait_for_factors
 from stronghold.unit.dtypes import check_mixed
-from stronghold.unit.factors import wait_for_factors
 from stronghold.unit.own_writes import watched_data
 from stronghold.unit.packed import StaysInPlace, copy_of, stand_in
 from stronghold.unit.unit import Unit
@@ -44,6 +44,8 @@ class _Parameter(nn.Parameter):
     @opaque
     def grad(self, value: Tensor | None) -> None:
         _end_failed_backward(self)
+        if value is not None and value.is_cpu and (unit := _unit_of(self)) is not None:
+            unit.copies.wait()
         set_gradient(self, value)
 
     @grad.deleter
@@ -91,6 +93,7 @@ class OffloadedParameter(_Parameter):
         placed: list[tuple[OffloadedParameter, Unit]] = []
         if key in FACTS:
             return call()
+        args, kwargs = blocking(key, args, kwargs)
         used = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedParameter)]
         placed = [(value, unit) for value in used if (unit := _unit_of(value)) is not None]
         for _, unit in placed:
@@ -110,6 +113,7 @@ class OffloadedParameter(_Parameter):
         for value, unit in placed:
             if hands_out(key, result, value):
                 unit.mark_aliased(value.__dict__["_index"], unseen=key in ALIASES)
+                unit.copies.expected = True
         return result
 
     @opaque

@@ -15,7 +15,7 @@ from stronghold.device import Buffer, Event, Wait, Waits, check_process, forks
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
 from stronghold.unit.attributes import raw_version, requires_grad, same_octets
 from stronghold.unit.computed_with import ComputedWith
-from stronghold.unit.factors import Factors
+from stronghold.unit.copies import Copies
 from stronghold.unit.fetched import Fetched
 from stronghold.unit.gradient_memory import GradientMemory
 from stronghold.unit.handed_out import HandedOut, common_error
@@ -82,7 +82,7 @@ class Unit:
         self.gradients = GradientMemory(self)
         self.updated: Event | None = None
         """Happens when the update under way is complete; None where none is."""
-        self.fetched, self.factors = Fetched(), Factors()
+        self.fetched, self.copies = Fetched(), Copies()
         self.update_reads: list[Tensor] = []
         """What the update under way copies from the device: kept until the computation is behind that."""
         self.touched = False
@@ -110,7 +110,7 @@ class Unit:
         the user looks at a gradient, for an error may have ended a pass, ``turn`` where no other thread may compute.
         """
         self._owner, self.waits, self._turn = weakref.ref(owner), waits, weakref.WeakMethod(turn)
-        self.factors.waits = waits
+        self.copies.waits = waits
         self._end_backward = weakref.WeakMethod(end_backward)
 
     @property

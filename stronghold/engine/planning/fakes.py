@@ -43,7 +43,6 @@ class Fakes(FakeTensorMode):
         super().__enter__()
         self._entered.append(ExitStack())
         self._entered[-1].enter_context(_checks_hold())
-        self._entered[-1].enter_context(_nothing_is_dropped())
         if not self.is_packed:
             self._entered[-1].enter_context(one_sequence_each())
         if torch._C._len_torch_function_stack() > 0:  # a default device may be among the modes: each call takes longer
@@ -58,6 +57,8 @@ class Fakes(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.rand.default and not args[0]:
+            return self._largest(**kwargs)
         if self._direct.get(func) is False:
             return super().dispatch(func, types, args, kwargs)
         tensors, key = list[FakeTensor](), list[Hashable]([func])
@@ -74,6 +75,15 @@ class Fakes(FakeTensorMode):
         if kind not in self._known:
             self._known[kind] = _Result.of(found, tensors)
         return found
+
+    def _largest(self, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        """Returns what ``torch.rand([])`` may give that is nearest to 1: ``rand < layerdrop`` skips no layer by it.
+
+        transformers draws so which layers of speech and translation models are left out of a step.
+        """
+        dtype = dtype or torch.get_default_dtype()
+        largest = torch.tensor(1 - torch.finfo(dtype).eps, dtype=dtype, device="cpu")
+        return self.fake_tensor_converter.from_real_tensor(self, largest, make_constant=True)
 
     def _describe(self, values: Iterable[Any], tensors: list[FakeTensor], key: list[Hashable]) -> bool:
         """Adds what a kernel is called with; returns whether that is plain: tensors of this mode on one device."""
@@ -172,28 +182,6 @@ def _checks_hold() -> Iterator[None]:
         yield
     finally:
         torch._check_tensor_all_with = check
-
-
-@contextmanager
-def _nothing_is_dropped() -> Iterator[None]:
-    """Has a single number that is drawn, by ``torch.rand([])``, be the largest there is, so that all layers are run.
-
-    transformers draws so which layers of speech and translation models are left out of a step.
-    """
-    draw = torch.rand
-
-    def drawn(*size: Any, **settings: Any) -> Tensor:
-        if size in (([],), ((),)) and not settings:
-            largest = torch.tensor(1 - torch.finfo(torch.float32).eps)
-            if isinstance(largest, FakeTensor):  # else it is another thread's
-                return largest
-        return draw(*size, **settings)
-
-    torch.rand = drawn
-    try:
-        yield
-    finally:
-        torch.rand = draw
 
 
 @contextmanager

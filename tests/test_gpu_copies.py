@@ -1,0 +1,112 @@
+"""A loop's own copies to and from the host that it does not wait for: they are complete before the host goes on.
+
+Where the whole model is on the device they are in the order of the computation, and right.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stronghold
+from tests.gpu import DEVICE, needs_device, sleep
+from tests.small import SIZE, Block, Residual
+
+pytestmark = [pytest.mark.gpu, needs_device]
+
+STEPS, LATE_MS = 3, 20
+Parameters = Iterable[nn.Parameter]
+
+
+def values(of: Tensor, step: int) -> Tensor:
+    """Returns numbers of the device in the shape of ``of``."""
+    return torch.full(of.shape, 0.01 * (step + 1), device=DEVICE)
+
+
+class Loop:
+    """What a loop does between the backward pass and the step; ``seen`` is compared at the end."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = [*parameters]
+        self.seen: list[Tensor] = []
+        self.held = [parameter.data for parameter in self.parameters]
+
+    def set_gradients(self, step: int) -> None:
+        for parameter in self.parameters:
+            parameter.grad = values(parameter, step).to(parameter.device, non_blocking=True)
+
+    def set_and_clip_gradients(self, step: int) -> None:
+        self.set_gradients(step)
+        self.seen.append(nn.utils.clip_grad_norm_(self.parameters, 0.1))
+
+    def copy_gradients(self, step: int) -> None:
+        for parameter in self.parameters:
+            parameter.grad.copy_(values(parameter, step), non_blocking=True)
+
+    def copy_gradients_by_place(self, step: int) -> None:
+        for parameter in self.parameters:
+            parameter.grad.copy_(values(parameter, step), True)
+
+    def copy_weights(self, step: int) -> None:
+        for parameter in self.parameters:
+            parameter.copy_(values(parameter, step), non_blocking=True)
+
+    def copy_all_weights(self, step: int) -> None:
+        torch._foreach_copy_(self.parameters, [values(p, step) for p in self.parameters], non_blocking=True)
+
+    def copy_data(self, step: int) -> None:
+        for parameter in self.parameters:
+            parameter.data.copy_(values(parameter, step), non_blocking=True)
+
+    def read_weights(self, step: int) -> None:
+        self.seen += [parameter.detach().clone().to(DEVICE) for parameter in self.parameters if step == 0]
+        self.seen += [parameter.to(DEVICE, non_blocking=True, copy=True) for parameter in self.parameters]
+
+    def read_detached(self, step: int) -> None:
+        self.seen += [p.detach().to(DEVICE, non_blocking=True, copy=True) for p in self.parameters]
+
+    def read_held(self, step: int) -> None:
+        self.seen += [one.to(DEVICE, non_blocking=True, copy=True) for one in self.held]
+
+
+DONE: list[Callable[[Loop, int], None]] = [one for name, one in vars(Loop).items() if not name.startswith("_")]
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+    "ours": (lambda p: stronghold.AdamW(p, lr=1e-2), lambda p: torch.optim.AdamW(p, lr=1e-2)),
+}
+"""Of the offloaded model, and of the other."""
+
+
+def trained(model: nn.Module, make: Callable[..., Any], done: Callable[[Loop, int], None]) -> list[Tensor]:
+    """Returns losses, what the loop has seen, and the weights."""
+    loop = Loop(model.layers.parameters())
+    if done is not Loop.read_held:
+        loop.held.clear()
+    optimizer, losses = make(model.layers.parameters()), []
+    for step in range(STEPS):
+        loss = model(torch.randn(5, SIZE, generator=torch.Generator().manual_seed(step)).to(DEVICE))
+        loss.backward()
+        losses.append(loss.detach().cpu())
+        sleep(LATE_MS)
+        with torch.no_grad():
+            done(loop, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(one.cpu() for one in loop.seen), *(parameter.detach().cpu() for parameter in loop.parameters)]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("done", DONE, ids=lambda one: one.__name__)
+def test_they_are_complete_before_the_host_goes_on(done: Any, name: str, activations: str) -> None:
+    torch.manual_seed(0)
+    plain = Residual(block=lambda: Block(dropout=0))
+    model = stronghold.offload(copy.deepcopy(plain), device=DEVICE, window=1, activations=activations)
+    ours, theirs = OPTIMIZERS[name]
+    expected, found = trained(plain.to(DEVICE), theirs, done), trained(model, ours, done)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
