@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,55 @@ def test_it_computes_on_the_cpu(whole: bool, reentrant: bool, activations: str, 
 def test_it_finds_weights_on_the_device(whole: bool, reentrant: bool, activations: str, window: int) -> None:
     """Autograd has saved no weight that lies in a checkpoint, and so nothing but the checkpoint asks for it."""
     compare(DEVICE, {"whole": whole, "reentrant": reentrant}, window=window, activations=activations)
+
+
+class Early(nn.Module):
+    """Layers that return all outputs of those before as well, of which the loss is the first one's."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Checkpointed(whole=True, reentrant=False) for _ in range(LAYERS))
+        for layer in self.layers:
+            layer.forward = functools.partial(self.one, layer, own)
+
+    @staticmethod
+    def one(layer: Checkpointed, own: bool, x: Tensor, *earlier: Tensor) -> tuple[Tensor, ...]:
+        y = checkpoint(layer.mlp, x, use_reentrant=False) if own else layer.mlp(x)
+        return x + y, x, *earlier
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = (x,)
+        for layer in self.layers:
+            outputs = layer(*outputs)
+        return outputs[LAYERS - 1].square().mean()
+
+
+def fetched(device: str, *, own: bool, window: int) -> int:
+    """Returns how many layers a step fetches: all, one whose gradients the loss needs, and the next step's window."""
+    torch.manual_seed(0)
+    model = Early(own=own)
+    plain = copy.deepcopy(model).to(device)
+    stronghold.offload(model, device=device, window=window, activations="keep")
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    for one in (model, plain):
+        one(x).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad.cpu(), other.grad.cpu())
+    optimizer.step()
+    report = stronghold.report(model)
+    assert report.step is not None
+    return report.step.fetches
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_layer_that_returns_its_inputs_is_not_asked_for_with_them(window: int) -> None:
+    assert fetched("cpu", own=False, window=window) == LAYERS + 1 + window
+    assert fetched("cpu", own=True, window=window) == LAYERS + 1 + window
+
+
+@pytest.mark.gpu
+@needs_device
+def test_a_checkpoint_behind_which_layers_return_it_finds_its_weights() -> None:
+    assert fetched(DEVICE, own=True, window=1) == LAYERS + 2
