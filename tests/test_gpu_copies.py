@@ -1,11 +1,12 @@
-"""A loop's own copies to and from the host that it does not wait for: they are complete before the host goes on.
+"""A loop's own copies to and from the host that it does not wait for, and its own streams, with a device that is late.
 
-Where the whole model is on the device they are in the order of the computation, and right.
+Where the whole model is on the device copies are in the order of the computation, and right.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -110,3 +111,39 @@ def test_they_are_complete_before_the_host_goes_on(done: Any, name: str, activat
     ours, theirs = OPTIMIZERS[name]
     expected, found = trained(plain.to(DEVICE), theirs, done), trained(model, ours, done)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_copies_are_complete_before_the_memory_of_a_model_that_is_gone_is() -> None:
+    model = stronghold.offload(Residual(), device=DEVICE, window=1)
+    expected = [parameter.detach().clone() for parameter in model.layers.parameters()]
+    sleep(LATE_MS)
+    copies = [parameter.detach().to(DEVICE, non_blocking=True) for parameter in model.layers.parameters()]
+    del model
+    gc.collect()
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(copies, expected, strict=True))
+
+
+def accumulated(model: nn.Module, side: torch.Stream) -> list[Tensor]:
+    """Returns the gradients of passes whose forward pass is in a stream of its own."""
+    here, losses = torch.accelerator.current_stream(), []
+    inputs = [torch.randn(5, SIZE, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in range(STEPS)]
+    for x in inputs:
+        side.wait_stream(here)
+        with side:
+            losses.append(model(x))
+        here.wait_stream(side)
+        sleep(LATE_MS)
+        losses[-1].backward()
+    return [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("settings", [{"resident": 1}, {"resident": 4}, {"activations": "keep"}], ids=str)
+def test_gradients_of_a_forward_pass_in_another_stream_are_there_until_they_are_added_up(
+    settings: dict[str, Any],
+) -> None:
+    torch.manual_seed(0)
+    plain = Residual(block=lambda: Block(dropout=0))
+    model = stronghold.offload(copy.deepcopy(plain), device=DEVICE, window=1, **settings)
+    side = torch.Stream(DEVICE)
+    expected, found = accumulated(plain.to(DEVICE), side), accumulated(model, side)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -200,6 +200,15 @@ class AcceleratorDevice(Device):
             self._accelerator.current_stream().wait_event(event.recorded())
         else:
             event.wait()
+
+    @property
+    def current_stream(self) -> torch.Stream:
+        return self._accelerator.current_stream()
+
+    def used_here(self, tensors: Iterable[Tensor], stream: object) -> None:
+        if (here := self._accelerator.current_stream()) != stream:
+            for tensor in tensors:
+                tensor.record_stream(here)
 
     def record_event(self) -> Event:
         event = AcceleratorEvent(self._accelerator.event())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ class CpuDevice(Device):
 
     def compute_copy(self, target: Tensor, source: Tensor, *, add: bool = False) -> None:
         (target.add_ if add else target.copy_)(source.detach())
+
+    def used_here(self, tensors: Iterable[Tensor], stream: object) -> None:
+        pass
 
     def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
         pass

@@ -42,7 +42,7 @@ class Cuda(Accelerator):
         return torch.cuda.Event(enable_timing=timing, blocking=True)
 
     def pin(self, buffer: HostBuffer, copies: Sequence[torch.Stream]) -> bool:
-        return _pin(buffer, self.device, copies)
+        return _pin(buffer, self.device)
 
     def free_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -61,10 +61,10 @@ _kept: list[mmap.mmap] = []
 """What the driver did not let go of. New memory at such an address would be taken for the old one, pages and all."""
 
 
-def _pin(buffer: HostBuffer, device: torch.device, copies: Sequence[torch.Stream]) -> bool:
+def _pin(buffer: HostBuffer, device: torch.device) -> bool:
     """Pins ``buffer`` where it lies and returns True; warns once and returns False where the system refuses.
 
-    ``copies`` are the streams whose copies it is for. The driver's call rather than the runtime's: a refusal of the
+    The driver's call rather than the runtime's: a refusal of the
     runtime's stays behind as its last error, and the next kernel launch would report it.
     """
     if buffer.length_bytes == 0:
@@ -85,16 +85,14 @@ def _pin(buffer: HostBuffer, device: torch.device, copies: Sequence[torch.Stream
         return False
     # The registration goes with the last tensor over the memory, and the mapping after it. At the process's end both go
     # by themselves.
-    handles = [ctypes.c_void_p(cast(torch.cuda.Stream, stream).cuda_stream) for stream in copies]
     mapped, process = buffer.mapped, os.getpid()
-    weakref.finalize(buffer.memory, _unpin, driver, context, handles, address, mapped, process).atexit = False
+    weakref.finalize(buffer.memory, _unpin, driver, context, address, mapped, process).atexit = False
     return True
 
 
 def _unpin(
     driver: ctypes.CDLL,
     context: ctypes.c_void_p,
-    copies: Sequence[ctypes.c_void_p],
     address: ctypes.c_void_p,
     mapped: mmap.mmap,
     process: int,
@@ -104,8 +102,8 @@ def _unpin(
         return
     results = [driver.cuCtxPushCurrent_v2(context)]
     if results == [0]:
-        # Copies that were issued may be under way, from the memory or into it.
-        results += [driver.cuStreamSynchronize(stream) for stream in copies]
+        # Copies that were issued may be under way, from the memory or into it: the engine's, and a loop's own.
+        results.append(driver.cuCtxSynchronize())
         results.append(driver.cuMemHostUnregister(address))
         results.append(driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
     if result := next(filter(None, results), 0):

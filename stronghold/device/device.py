@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -101,6 +101,19 @@ class Device(ABC):
     def host_wait(self, event: Event) -> None:
         """Blocks the calling thread until ``event``."""
         event.wait()
+
+    @property
+    def current_stream(self) -> object:
+        """In which the calling thread computes."""
+        return None
+
+    @abstractmethod
+    def used_here(self, tensors: Iterable[Tensor], stream: object) -> None:
+        """Notes that the calling thread's stream uses ``tensors``, which were made in ``stream``: their memory stays.
+
+        Where forward passes are in a stream of the user's, the last layer's gradients come in it, and are added up in
+        that of the caller of ``backward()``.
+        """
 
     @abstractmethod
     def record_event(self) -> Event:

@@ -81,6 +81,7 @@ class Gradients:
         self._threads = native.usable_cores()
         self.grad_offload = (SharedGradOffload if replicas.world_size > 1 else GradOffload)(units, device, waits)
         self._layer: int | None = None
+        self._stream: object = None
         self._written: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
         """The gradients of the open layer, if it is resident."""
@@ -135,7 +136,7 @@ class Gradients:
             self.grad_offload.fit()
         held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
         self._written, self._fresh, self._shown = set(), {}, {}
-        self._layer = layer
+        self._layer, self._stream = layer, self.device.current_stream
         if not (there := present_gradients(unit.parameters)):
             return
         taken = [] if self.summed else self._taken(unit, range(len(unit.parameters)))
@@ -275,6 +276,7 @@ class Gradients:
         """Keeps the gradients of a resident layer on the device; returns those to update it with at once."""
         unit, held, known = self.units[layer], self._held[layer], self._known[layer]
         fresh, self._fresh = self._fresh, {}
+        self.device.used_here(fresh.values(), self._stream)
         taken = {index: fresh.pop(index) for index in self._taken(unit, sorted(fresh))}
         again = {index: fresh.pop(index) for index in list(fresh) if index in held}
         held.update(fresh)
@@ -370,10 +372,8 @@ class Gradients:
         for index, values in dense.items():
             known = grad_meta_of(gradients[index])
             if known is None:
-                squares = torch.tensor(
-                    native.squared_norms([values], threads=self._host_threads)[0], dtype=torch.float64, device="cpu"
-                )
-                known = GradMeta(index, squares)
+                squares = native.squared_norms([values], threads=self._host_threads)[0]
+                known = GradMeta(index, torch.tensor(squares, dtype=torch.float64, device="cpu"))
             collected[index] = HostGrad(values, known.squares, known.remainder)
         return collected
 

@@ -40,7 +40,7 @@ class Soft(Accelerator):
 
 
 def _unpin(address: int, copies: list[torch.Stream]) -> None:
-    for stream in copies:
+    for stream in (*copies, torch.accelerator.current_stream()):  # the last one has a loop's own copies
         stream.synchronize()
     soft.unwatch(address, pinned=True)
 

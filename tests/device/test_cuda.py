@@ -161,9 +161,10 @@ class FakeDriver:
         self.contexts.pushed -= 1
         return 0
 
-    def cuStreamSynchronize(self, stream) -> int:
+    def cuCtxSynchronize(self) -> int:
         assert self._has_context()
-        FakeStream.ALL[stream.value - 1].busy = False
+        for stream in FakeStream.ALL:
+            stream.busy = False
         return 0
 
     def cuMemHostRegister_v2(self, address, length, flags) -> int:
