@@ -64,8 +64,8 @@ _kept: list[mmap.mmap] = []
 def _pin(buffer: HostBuffer, device: torch.device) -> bool:
     """Pins ``buffer`` where it lies and returns True; warns once and returns False where the system refuses.
 
-    The driver's call rather than the runtime's: a refusal of the
-    runtime's stays behind as its last error, and the next kernel launch would report it.
+    The driver's call rather than the runtime's: a refusal of the runtime's stays behind as its last error, and the next
+    kernel launch would report it.
     """
     if buffer.length_bytes == 0:
         return False
