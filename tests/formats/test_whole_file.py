@@ -2,28 +2,14 @@
 
 import errno
 import os
-import resource
-import signal
 import stat
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from stronghold.formats.whole_file import write_whole
-
-
-@contextmanager
-def full_disk():
-    """Has files take no byte more, as on a full disk."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+from tests.short_files import short_files
 
 
 def test_what_is_written_is_there_and_nothing_else(tmp_path):
@@ -39,7 +25,7 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path, before):
     path = tmp_path / "file"
     if before is not None:
         path.write_text(before)
-    with full_disk(), pytest.raises(OSError) as caught:
+    with short_files(0), pytest.raises(OSError) as caught:
         write_whole(path, "new")
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
     assert {one.name: one.read_text() for one in tmp_path.iterdir()} == ({} if before is None else {"file": before})

@@ -1,12 +1,12 @@
 """Places to write to: what can be is taken without a trace, what cannot be is refused with its reason."""
 
 import os
-import resource
 
 import pytest
 from matplotlib.figure import Figure
 
 from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save, checkpoints_over, write_figure
+from tests.short_files import short_files
 
 
 def test_a_check_leaves_nothing_and_changes_nothing(tmp_path):
@@ -125,13 +125,8 @@ def test_a_log_is_where_nothing_else_is(tmp_path, monkeypatch, log, told):
 def test_a_picture_that_cannot_be_written_leaves_the_one_of_before(tmp_path):
     path = tmp_path / "x.png"
     path.write_bytes(b"before")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"cannot write the figure.*x.png"):
-            write_figure(Figure(), path, "png")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with short_files(1024), pytest.raises(OSError, match=r"cannot write the figure.*x.png"):
+        write_figure(Figure(), path, "png")
     assert path.read_bytes() == b"before"
     assert [*tmp_path.iterdir()] == [path]
     write_figure(Figure(), path, "png")

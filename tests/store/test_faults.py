@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -24,6 +21,7 @@ from stronghold.errors import CorruptionError, DiskError, StoreError
 from stronghold.native import BufferedDiskWarning, Disk, Fault, UnreservedDiskWarning, disk_errors
 from stronghold.store import disk as disk_module
 from tests.reference import differences, snapshot
+from tests.short_files import short_files
 
 
 def build():
@@ -43,20 +41,8 @@ def start(directory, *, update="deferred", **settings):
     return model, stronghold.AdamW(model.parameters(), lr=1e-2, update=update)
 
 
-@contextmanager
-def short_files():
-    """Has files be no longer than 4 KiB."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_files_that_may_not_be_as_long_as_a_layer_leave_nothing(tmp_path):
-    with short_files(), pytest.raises(StoreError, match=r"File too large for .*layer-.*; raise the limit .*ulimit -f"):
+    with short_files(4096), pytest.raises(StoreError, match=r"File too large for .*layer-.*\(ulimit -f\)"):
         start(tmp_path / "store")
     step(*start(tmp_path / "store"))  # the limit is gone, and no file was in the way
 
