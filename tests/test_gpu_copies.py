@@ -65,7 +65,6 @@ class Loop:
             parameter.data.copy_(values(parameter, step), non_blocking=True)
 
     def read_weights(self, step: int) -> None:
-        self.seen += [parameter.detach().clone().to(DEVICE) for parameter in self.parameters if step == 0]
         self.seen += [parameter.to(DEVICE, non_blocking=True, copy=True) for parameter in self.parameters]
 
     def read_detached(self, step: int) -> None:

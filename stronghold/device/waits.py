@@ -76,3 +76,7 @@ class Waits:
     def host(self, event: Event | None, reason: Wait) -> None:
         if event is not None:
             self.device.host_wait(event)
+
+    def behind(self, reason: Wait) -> None:
+        """Has the host wait for all that the calling thread has given the device."""
+        self.host(self.device.record_event(), reason)

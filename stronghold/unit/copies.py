@@ -34,10 +34,8 @@ class Copies:
     def wait(self) -> None:
         """Waits until all is done that the calling thread has given the device."""
         self.expected = False
-        if (waits := self.waits) is not None:
-            event = waits.device.record_event()
-            assert self.waits is not None
-            self.waits.host(event, Wait.COPIES)
+        if self.waits is not None:
+            self.waits.behind(Wait.COPIES)
 
 
 def wait_for_copies(units: Iterable[Unit]) -> None:

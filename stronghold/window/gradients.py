@@ -81,7 +81,7 @@ class Gradients:
         self._threads = native.usable_cores()
         self.grad_offload = (SharedGradOffload if replicas.world_size > 1 else GradOffload)(units, device, waits)
         self._layer: int | None = None
-        self._stream: object = None
+        self._stream: object = None  # in which its gradients come
         self._written: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
         """The gradients of the open layer, if it is resident."""
