@@ -9,7 +9,7 @@ from stronghold.lab.cli import stages
 from stronghold.lab.records.timeline import write_spans
 from stronghold.planner.stage_costs import LayerCost
 from stronghold.spans import Span
-from tests.formats.test_whole_file import full_disk
+from tests.short_files import short_files
 from tests.lab.cli.test_wrong_values import PARTITION, SHAPE, TRAIN, call
 from tests.lab.page.examples import record, write_lines, write_log
 from tests.planner.machines import laptop
@@ -256,7 +256,7 @@ def test_a_full_disk_is_told_with_the_file_which_is_as_before(here, capsys, monk
     if before is not None:
         (here / output).write_text(before)
     files = files_in(here)
-    with full_disk():
+    with short_files(0):
         code = cli.main([*arguments, output])
     error = capsys.readouterr().err
     assert code == 1 and error.startswith("stronghold: error: ") and error.count("\n") == 1, error
