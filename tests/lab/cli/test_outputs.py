@@ -9,11 +9,11 @@ from stronghold.lab.cli import stages
 from stronghold.lab.records.timeline import write_spans
 from stronghold.planner.stage_costs import LayerCost
 from stronghold.spans import Span
-from tests.short_files import short_files
 from tests.lab.cli.test_wrong_values import PARTITION, SHAPE, TRAIN, call
 from tests.lab.page.examples import record, write_lines, write_log
 from tests.planner.machines import laptop
 from tests.planner.profiled.small_profiles import write_profile
+from tests.short_files import short_files
 
 PLAN = ["plan", *SHAPE, "--batch", "2", "--machine", "machine.json"]
 PROFILED = ["plan", "toy_a", "--profile", "profiled", "--device-memory", "1GiB", "--batch", "8"]
