@@ -8,6 +8,7 @@ from stronghold.device.cuda import Cuda
 from stronghold.device.device import Device
 from stronghold.device.events import Event
 from stronghold.device.forks import check_process, forks
+from stronghold.device.generators import drawn_apart
 from stronghold.device.memory import (
     Buffer,
     Common,
@@ -42,6 +43,7 @@ __all__ = [
     "Waits",
     "available_host_bytes",
     "check_process",
+    "drawn_apart",
     "finish_streams",
     "forks",
     "limit_memory",

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from stronghold.device import drawn_apart
 from stronghold.distributed.layered_model import LayeredModel
 from stronghold.errors import ParallelError
 from stronghold.planner.machine_file import Spread
@@ -62,7 +63,7 @@ def measure(
     x = inputs.detach().to(device)
     targets = None if targets is None else targets.to(device)
     count = ROUNDS * len(layered.layers)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+    with drawn_apart(device), torch.enable_grad():
         for number in range(len(layered.layers)):
             stage = layered.stage(number, number + 1)
             scored = targets is not None and number + 1 == len(layered.layers)

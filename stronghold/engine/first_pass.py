@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -143,19 +141,13 @@ class FirstPass:
 def _apart(device: torch.device) -> Iterator[None]:
     """Keeps what a plan computes from the pass that it comes before.
 
-    That is from its random numbers, which probes and a model without values draw; from its autocast; and from hooks of
-    the user's on saved tensors, such as those of a checkpoint around the model.
+    That is from its autocast, and from hooks of the user's on saved tensors, such as those of a checkpoint around the
+    model. Neither a probe nor a model without values changes random states.
     """
-    of_python, of_numpy, own = random.getstate(), np.random.get_state(), device.type != "cpu"
-    drawn = torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     enabled = torch.is_autocast_enabled(device.type)
-    try:
-        with drawn, unsaved, torch.autocast(device.type, enabled=False) if enabled else nullcontext():
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+    with unsaved, torch.autocast(device.type, enabled=False) if enabled else nullcontext():
+        yield
 
 
 class _Hook:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stronghold.device import drawn_apart
 from stronghold.engine.experts_part import COUNT, alike
 from stronghold.engine.joining import are_equal
 from stronghold.errors import OffloadedModelError
@@ -126,7 +126,7 @@ def _computed(
 ) -> dict[str, Tensor]:
     """Returns what ``experts`` make of the tokens, and the gradients of their inputs."""
     inputs = [one.detach().clone().requires_grad_() for one in (tokens, weights)]
-    with _same_draws(tokens.device):
+    with drawn_apart(tokens.device):
         output: Any = experts(inputs[0], index.clone(), inputs[1])
         found = {"outputs": output}
         if output.requires_grad:
@@ -134,14 +134,6 @@ def _computed(
             named = zip(("gradients of the tokens", "gradients of the weights"), gradients, strict=True)
             found.update((name, gradient) for name, gradient in named if gradient is not None)
     return found
-
-
-@contextmanager
-def _same_draws(device: torch.device) -> Iterator[None]:
-    """Has what draws random numbers draw the same each time, and others what they would have drawn."""
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        yield
 
 
 def _difference(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> str | None:

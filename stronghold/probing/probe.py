@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 
 import torch
 
-from stronghold.device import Device, open_device
+from stronghold.device import Device, drawn_apart, open_device
 from stronghold.native import hold_tensor_heap, keep_freed_memory, return_free_memory
 from stronghold.planner.machine_file import BESIDE_COMPUTE, DISK, LINK, UPDATE, MachineFile, Spread
 from stronghold.planner.step_bytes import MUON
@@ -104,7 +104,8 @@ def _machine(
     progress: Callable[[str, float], None] | None = None,
 ) -> MachineFile:
     peak_bytes = device.peak_bytes()
-    samples = _sampled(device, directories, dtypes, states, others, seconds=seconds, least=least, progress=progress)
+    with drawn_apart(device.torch_device):
+        samples = _sampled(device, directories, dtypes, states, others, seconds=seconds, least=least, progress=progress)
     gc.collect()  # what was measured with went with that call, but for autograd's graphs, which are in cycles
     return_free_memory()
     if device.torch_device.type != "cpu":

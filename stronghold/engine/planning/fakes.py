@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from stronghold.engine.planning.draws import no_layer_dropped
+
 _SPECIAL = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 _SPECIAL_NAMES = ("convolution", "_foreach_", "_to_copy")
 """In the names of operators whose strides or device FakeTensorMode works out in ways of its own."""
@@ -27,8 +29,8 @@ class Fakes(FakeTensorMode):
 
     What the model makes under it without a ``device`` is on the CPU as all else is, whatever the user's default device.
     What it checks of a tensor's values by ``torch._check_tensor_all`` holds, a number that it draws to drop a layer by
-    (LayerDrop: Fan et al. 2020) drops none, and unless ``is_packed``, a model of transformers takes the tokens of a
-    sample for one sequence.
+    (LayerDrop: Fan et al. 2020) drops none, whichever generator it is of, and unless ``is_packed``, a model of
+    transformers takes the tokens of a sample for one sequence.
     """
 
     is_packed = False
@@ -43,6 +45,7 @@ class Fakes(FakeTensorMode):
         super().__enter__()
         self._entered.append(ExitStack())
         self._entered[-1].enter_context(_checks_hold())
+        self._entered[-1].enter_context(no_layer_dropped())
         if not self.is_packed:
             self._entered[-1].enter_context(one_sequence_each())
         if torch._C._len_torch_function_stack() > 0:  # a default device may be among the modes: each call takes longer

@@ -1,7 +1,10 @@
 """What a model computes and keeps on paper, beside the same model run for real."""
 
+import random
+import threading
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -129,20 +132,56 @@ def test_what_is_checked_of_values_holds_where_there_are_none():
 
 
 class Dropping(Mlp):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
+        random.getrandbits(8), np.random.randint(8)  # whichever tokens it masks
         for layer in self.layers:
-            if torch.rand([]) < 0.9:  # as models of transformers have it
+            if self.draw() < 0.9:
                 continue
             x = layer(x)
         return self.last(x).square().mean()
 
 
-def test_a_model_that_drops_layers_at_random_is_planned_with_all_of_them():
-    draws, x = torch.rand, torch.randn(2, 8)
-    found, plain = (ModelComputation(m, list(m.layers), (x,)) for m in (Dropping(), Mlp()))
-    assert [found.layer(number).forward for number in range(2)] == [plain.layer(number).forward for number in range(2)]
-    assert torch.rand is draws
+DRAWS = {
+    "torch": lambda: torch.rand([]),  # as models of transformers have it
+    "python": lambda: random.uniform(0, 1),
+    "python, from below": lambda: 0.95 + random.uniform(b=0, a=-0.9),
+    "python, of one": lambda: random.random(),
+    "numpy": lambda: np.random.uniform(0, 1),
+    "numpy, of one": lambda: np.random.random(),
+    "numpy, of several": lambda: np.random.rand() if np.random.rand(2).max() < 1 else 0,
+}
+"""Each is called by its module's name, where it may be another function meanwhile."""
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_model_that_drops_layers_at_random_is_planned_with_all_of_them(draw):
+    functions, x = (torch.rand, random.random, random.uniform, np.random.rand, np.random.uniform), torch.randn(2, 8)
+    models = Dropping(draw), Mlp()
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    found, plain = (ModelComputation(m, list(m.layers), (x,)) for m in models)
+    assert [found.layer(number).forward for number in range(3)] == [plain.layer(number).forward for number in range(3)]
+    assert (torch.rand, random.random, random.uniform, np.random.rand, np.random.uniform) == functions
+    assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before
+
+
+def test_another_thread_draws_as_always_while_a_model_is_planned():
+    drawn = []
+
+    def draw():
+        thread = threading.Thread(target=lambda: drawn.append((random.random(), np.random.uniform(0, 1))))
+        thread.start()
+        thread.join()
+        return random.random()
+
+    model, x = Dropping(draw), torch.randn(2, 8)
+    ModelComputation(model, list(model.layers), (x,))
+    assert len(drawn) >= 2
+    assert all(0 <= one < 0.9999 for pair in drawn for one in pair)
 
 
 def saved_bytes(layer: nn.Module, *args: torch.Tensor) -> tuple[int, int]:

@@ -232,19 +232,6 @@ def test_where_something_is_in_the_way_the_model_stays_and_the_log_says_what(her
         others.clear()
 
 
-def test_a_glance_at_the_machine_draws_nothing(here, monkeypatch):
-    """Else dropout in the first pass would be another than without a plan."""
-    monkeypatch.setattr("stronghold.engine.planning.auto.kept_machine", lambda device: None)
-    monkeypatch.setattr("stronghold.engine.planning.auto._glances", {})
-    monkeypatch.setattr("stronghold.engine.planning.auto.glance", lambda *of: (torch.randn(7), machine())[1])
-    results = []
-    for settings in ({"window": 2}, {}):
-        model = on_a_gpu(gpt(dropout=0.1), **settings)
-        results.append(trained(model, stronghold.AdamW(model.parameters())))
-    assert stronghold.report(model).planned is not None
-    alike(*results)
-
-
 def test_a_planner_that_fails_is_told_of_and_ends_nothing(monkeypatch):
     monkeypatch.setattr("stronghold.engine.planning.auto.kept_machine", lambda device: 1 / 0)
     model = on_a_gpu(gpt())
