@@ -57,15 +57,18 @@ def checkpointed(
     """Returns ``function(*tensors)``, which runs again in the backward pass, as far as that asks for what it saved.
 
     The second run finds autocast, the default device and, where it draws ``random`` numbers, their generators' states
-    as the first one did, of the CPU and of ``device``. It ends with the last tensor that the first run has saved; one
-    that saves others raises OffloadedModelError, and where what it saved is written before it is used, RuntimeError:
-    both name the ``layer``. A further backward pass, for a graph that is kept, runs it once more, and so does one for
-    which ``runs`` were told to forget. The second run gets the tensors without their graph: a hook that the function
-    registers on one of them, or on its node, is the first run's alone.
+    as the first one did: those of the CPU and of ``device``, of Python and of NumPy. It ends with the last tensor that
+    the first run has saved; one that saves others raises OffloadedModelError, and where what it saved is written before
+    it is used, RuntimeError: both name the ``layer``. A further backward pass, for a graph that is kept, runs it once
+    more, and so does one for which ``runs`` were told to forget. The second run gets the tensors without their graph: a
+    hook that the function registers on one of them, or on its node, is the first run's alone.
     """
-    frame = _Frame(function, tensors, Surroundings(device, random=random), layer, runs)
+    surroundings = Surroundings(device, random=random)
+    frame = _Frame(function, tensors, surroundings, layer, runs)
     with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack):
-        return function(*tensors)
+        output = function(*tensors)
+    surroundings.ran()
+    return output
 
 
 class _Frame:

@@ -113,7 +113,7 @@ def structural_copy(
             queue[place] = again(item)
         return queue
     if isinstance(value, dict):
-        found = copy(value)  # of its own class
+        found = _copied(value)
         memo[id(value)] = value, found
         for key, item in value.items():
             found[key] = again(item)
@@ -132,6 +132,17 @@ def structural_copy(
     for name, item in named.items():
         object.__setattr__(made, name, again(item))
     return made
+
+
+def _copied(value: dict) -> dict:
+    """Returns a shallow copy of its own class."""
+    try:
+        return copy(value)
+    except KeyError:  # Python 3.10 asks for ``__getstate__`` where ``__getattr__ = dict.__getitem__``
+        found = value.__class__.__new__(value.__class__)
+        vars(found).update(vars(value))
+        dict.update(found, value)
+        return found
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

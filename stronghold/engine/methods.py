@@ -38,7 +38,8 @@ class Apply(_Method):
     """Stands for ``nn.Module._apply``: ``.to(device)`` on an offloaded model changes nothing, or is refused.
 
     Trainers move their model to the device as a matter of course, and Lightning's to the host when a fit has ended: the
-    layers are there already, and root and resident layers stay on the device for the next one, with a warning.
+    layers are there already, and root and resident layers stay on the device for the next one, with a warning. Where
+    parameters have the type that is asked for, buffers get it, as they do in any module.
     """
 
     name = "_apply"
@@ -75,7 +76,25 @@ class Apply(_Method):
                     RuntimeWarning,
                     stacklevel=3,
                 )
+            if module is not None:
+                _convert_buffers(module, function, engine.device.torch_device, recurse=recurse)
         return module
+
+
+def _convert_buffers(
+    module: nn.Module, function: Callable[[Tensor], Tensor], device: torch.device, *, recurse: bool
+) -> None:
+    """Gives buffers the type that ``function`` makes of theirs."""
+    types: dict[torch.dtype, torch.dtype] = {}
+    for owner in module.modules() if recurse else [module]:
+        for name, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            dtype = buffer.dtype
+            if dtype not in types:
+                types[dtype] = function(torch.empty(0, dtype=dtype, device=device)).dtype
+            if types[dtype] != dtype:
+                owner._buffers[name] = buffer.to(types[dtype])
 
 
 class Replicate(_Method):

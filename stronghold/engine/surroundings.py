@@ -9,21 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stronghold.engine.process_generators import ProcessStates, process_marks, process_states, put_back
+
 
 class Surroundings:
-    """What a run finds beside its arguments: autocast, the default device, the states of generators."""
+    """What a run finds beside its arguments: autocast, the default device, the states of generators.
+
+    Of Python's and NumPy's generators that is where the run draws from them: other threads may draw meanwhile.
+    """
 
     def __init__(self, device: torch.device, *, random: bool) -> None:
         self._device = device
         self._autocast = _autocast(device.type)
         self._default = torch.get_default_device()
         self._random = _random_states(device) if random else None
+        self._process: ProcessStates | None = process_states() if random else None
+
+    def ran(self) -> None:
+        """Called when the run has ended."""
+        if self._process is not None and self._process.marks == process_marks():
+            self._process = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Runs the block with all of it as it was, and the generators afterwards as they are now."""
         now = None if self._random is None else _random_states(self._device)
         with ExitStack() as stack:
+            if self._process is not None:
+                stack.callback(put_back, process_states())
+                put_back(self._process)
             if (autocast := self._autocast) != _autocast(self._device.type):
                 cached = autocast[-1]
                 for kind, enabled, dtype in autocast[0]:

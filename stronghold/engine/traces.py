@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.engine.copying import ATOMS, attributes_of, is_generator
+from stronghold.engine.process_generators import process_marks
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 """By what ``nn.Module`` itself keeps its own."""
@@ -65,6 +66,7 @@ class Trace:
         tensors = _tensors([*module._buffers.values(), *vars(module).values()])
         silent = [tensor for tensor in tensors if tensor.device.type == "cpu" and changes_unseen(tensor)]
         self._values = [tensor.clone() for tensor in silent] + _random_states()
+        self._versions.append(process_marks())
 
     def differs(self, other: Trace) -> bool:
         """Returns whether anything has changed between the two."""

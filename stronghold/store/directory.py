@@ -145,11 +145,21 @@ class Directory:
                 "directory, or remove that one"
             ) from error
 
+    def check_in_place(self) -> None:
+        """Raises StoreError where what is at the directories' paths is not what this run has made there."""
+        held = self._held() if self.is_ours else set(self.paths)
+        gone = [path for path in self.paths if path not in held]
+        if not gone and not self.inventory_path.exists():
+            gone = [self.inventory_path]
+        refuse_replaced(gone)
+
     def seal(self, checkpoint: Manifest, beside: Iterable[Path]) -> None:
         """Makes the directory a checkpoint, with the files ``beside`` those of the units, which end in ".partial".
 
-        All files are on disk already. Raises OSError, and then the directory is as it was, or no checkpoint.
+        All files are on disk already. Raises OSError, and then the directory is as it was, or no checkpoint. Raises
+        StoreError where it is not this run's any more.
         """
+        self.check_in_place()
         write_partial(checkpoint)
         self.unseal()
         wanted = {path.rename(path.with_suffix("")) for path in beside}
@@ -165,8 +175,9 @@ class Directory:
         """Makes the directory memory again, durably: what a killed run leaves must not be taken for a checkpoint."""
         with self._unsealing:
             if self.sealed:
-                (self.paths[0] / NAME).unlink(missing_ok=True)
-                sync_directory(self.paths[0])
+                if not self.is_ours or self.paths[0] in self._held():  # else it may be another run's checkpoint
+                    (self.paths[0] / NAME).unlink(missing_ok=True)
+                    sync_directory(self.paths[0])
                 self.sealed = False
 
     def clear(self) -> None:
@@ -223,6 +234,16 @@ class Directory:
                 "write"
             ) from error
         self._made += reversed(missing)
+
+
+def refuse_replaced(paths: Sequence[Path]) -> None:
+    """Raises StoreError for ``paths`` at which there is not, or no more, what a run has made there."""
+    if paths:
+        raise StoreError(
+            "a checkpoint in the store's own place is of the files that the run has open (got "
+            f"{', '.join(map(str, paths[:3]))}, which somebody has removed or replaced since); save into another "
+            "directory: the run has all that it needs"
+        )
 
 
 def check_same(

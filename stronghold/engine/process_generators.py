@@ -1,0 +1,85 @@
+"""Python's and NumPy's random numbers, which a whole process draws from one generator of each."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import random
+from _random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class ProcessStates(NamedTuple):
+    """The states of both generators, and marks that no other states have."""
+
+    marks: tuple[Any, ...]
+    of_python: tuple[Any, ...]
+    of_numpy: Any
+
+
+_newest: ProcessStates | None = None
+
+
+def process_states() -> ProcessStates:
+    """Returns the states that both generators are in."""
+    global _newest
+    found, newest = process_marks(), _newest
+    if newest is None or newest.marks != found:  # to make them takes some twenty times as long as to look at marks
+        _newest = newest = ProcessStates(found, random.getstate(), np.random.get_state(legacy=False))
+    return newest
+
+
+def put_back(states: ProcessStates) -> None:
+    """Has both generators draw what they would have drawn in these states."""
+    if process_marks() != states.marks:
+        random.setstate(states.of_python)
+        np.random.set_state(states.of_numpy)
+
+
+def process_marks() -> tuple[Any, ...]:
+    """Returns what is another whenever one of the generators has drawn or was seeded."""
+    return _python_marks(_PYTHON), _numpy_marks(np.random.mtrand._rand)  # type: ignore[attr-defined]
+
+
+def _python_marks(generator: random.Random) -> tuple[Any, ...]:
+    if not _SEEN:
+        return generator.getstate()
+    length = Random.__basicsize__ - object.__basicsize__
+    stored = generator.gauss_next  # type: ignore[attr-defined]
+    return _memory(id(generator) + object.__basicsize__, length), stored
+
+
+def _numpy_marks(generator: np.random.RandomState) -> tuple[Any, ...]:
+    bits: Any = generator._bit_generator  # type: ignore[attr-defined]
+    if not _SEEN or type(bits) is not np.random.MT19937:
+        return (pickle.dumps(generator.get_state(legacy=False)),)
+    length = type(generator).__basicsize__ - object.__basicsize__  # among it whether a normal number is in store
+    return _memory(id(generator) + object.__basicsize__, length), _memory(bits.ctypes.state_address, 4 * 625)
+
+
+def _memory(address: int, length: int) -> bytes:
+    return (ctypes.c_char * length).from_address(address).raw
+
+
+def _show_draws() -> bool:
+    """Whether the memory of both kinds of generators shows each draw, the second of a pair of normal numbers, too.
+
+    Where it does not, as another interpreter or a later version may have it, marks are the states themselves.
+    """
+    python, numpy = random.Random(0), np.random.RandomState(0)
+    of_python = (python.random, lambda: python.gauss(0, 1), lambda: python.gauss(0, 1), lambda: python.seed(5))
+    of_numpy = (numpy.random_sample, numpy.standard_normal, numpy.standard_normal, lambda: numpy.seed(5))
+    for draws, look in ((of_python, lambda: _python_marks(python)), (of_numpy, lambda: _numpy_marks(numpy))):
+        for draw in draws:
+            before = look()
+            draw()
+            if look() == before:
+                return False
+    return True
+
+
+_PYTHON: random.Random = random._inst  # type: ignore[attr-defined]
+_SEEN = True
+_SEEN = type(_PYTHON) is random.Random and _show_draws()
