@@ -30,6 +30,7 @@ def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict
             "beside which parameters were added since, such as adapters); save into another directory, or add them "
             "before offload()"
         )
+    store.check_in_place()
     directory = store.paths[0]
     engine.close_backward()
     names, states = names_of(model), optimizer.state  # which waits for the updates under way

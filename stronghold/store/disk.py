@@ -17,7 +17,7 @@ from stronghold.formats.manifest import Manifest as Checkpoint
 from stronghold.formats.manifest import UnitFileEntry, name_of
 from stronghold.layout import PAGE_BYTES, Part, lay_out
 from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
-from stronghold.store.directory import Directory, Inventory, UnitRecord, check_free, check_same
+from stronghold.store.directory import Directory, Inventory, UnitRecord, check_free, check_same, refuse_replaced
 from stronghold.store.input_file import InputFile
 from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.limits import Budget
@@ -172,6 +172,11 @@ class DiskStore(Store):
             )
         names = [file_name(path, self.paths[0]) for path in file.paths]
         return names[0], file.entry(tensors, names)
+
+    def check_in_place(self) -> None:
+        """Raises StoreError where what the store has open is not at its place any more."""
+        self._directory.check_in_place()
+        refuse_replaced([path for unit in self._numbers if (file := self._file_of(unit)) for path in file.replaced()])
 
     def seal(self, checkpoint: Checkpoint, beside: Sequence[Path]) -> None:
         """Makes the directories a checkpoint; ``beside`` are what is not in units' files, named ``.partial`` so far."""

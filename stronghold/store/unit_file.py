@@ -77,6 +77,7 @@ class UnitFile:
             replicas.from_rank0(self._create)
         if not self._files:
             self._files = [self._open(path) for path in self.paths]
+        self._opened = [os.stat(path) for path in self.paths]
         self._memory = map_striped(self.paths, self.stripes, self.capacity_bytes)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
         self.taken_bytes = 0
@@ -314,6 +315,10 @@ class UnitFile:
         for _ in self.pieces():
             pass
 
+    def replaced(self) -> list[Path]:
+        """Returns at which of its paths there is not the file any more that is open."""
+        return [path for path, opened in zip(self.paths, self._opened, strict=True) if not _is_at(path, opened)]
+
     def entry(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> UnitFileEntry:
         """Syncs the files and returns what a checkpoint's manifest says of them and of the ``tensors`` in them.
 
@@ -401,3 +406,10 @@ class UnitFile:
                 f"{file.alignment}); use a directory on another file system"
             )
         return file
+
+
+def _is_at(path: Path, opened: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), opened)
+    except OSError:
+        return False

@@ -298,6 +298,23 @@ def test_a_move_changes_nothing_or_is_refused():
     assert_unchanged(before, model)
 
 
+@pytest.mark.parametrize("resident", [0, 3])
+def test_buffers_get_the_type_that_is_asked_for_as_in_any_module(resident):
+    def build():
+        model = Decoder()
+        model.register_buffer("scale", torch.full((), 1 / 3, dtype=torch.float64))
+        model.layers[1].register_buffer("shift", torch.full((3,), 1 / 3, dtype=torch.bfloat16))
+        model.layers[1].register_buffer("counted", torch.arange(3))
+        model.layers[1].register_buffer("nothing", None)
+        return model
+
+    plain, model = pair(build, resident=resident, window=1)
+    for call in (lambda m: m.to("cpu"), lambda m: m.layers.float(), lambda m: m.float()):
+        plain, model = call(plain), call(model)
+        expected = [(name, b.dtype, b.tolist()) for name, b in plain.named_buffers()]
+        assert [(name, b.dtype, b.tolist()) for name, b in model.named_buffers()] == expected
+
+
 def test_a_replica_for_data_parallel_is_refused():
     _, model = pair(Decoder)
     wrapped = nn.Sequential(model)
