@@ -53,6 +53,34 @@ class Loop:
         for parameter in self.parameters:
             parameter.grad.copy_(values(parameter, step), True)
 
+    def copy_and_clip_gradients(self, step: int) -> None:
+        self.copy_gradients(step)
+        self.seen.append(nn.utils.clip_grad_norm_(self.parameters, 0.1))
+
+    def copy_and_clip_gradients_that_were_written(self, step: int) -> None:
+        """As where processes' gradients are scaled, added up on the device and clipped."""
+        for parameter in self.parameters:
+            parameter.grad.mul_(0.5)
+        self.copy_and_clip_gradients(step)
+        self.copy_gradients(step)
+        self.seen.append(nn.utils.clip_grad_norm_(self.parameters, 0.1, foreach=False))
+
+    def copy_and_clip_gradients_by_views(self, step: int) -> None:
+        for parameter in self.parameters:
+            parameter.grad.view(-1).copy_(values(parameter, step).view(-1), non_blocking=True)
+        self.seen.append(nn.utils.clip_grad_norm_(self.parameters, 0.1))
+
+    def copy_and_scale_gradients(self, step: int) -> None:
+        self.copy_gradients(step)
+        for parameter in self.parameters:
+            parameter.grad.mul_(0.5)
+            self.seen.append(parameter.grad.clone())
+
+    def read_and_clear_gradients(self, step: int) -> None:
+        self.seen += [p.grad.to(DEVICE, non_blocking=True, copy=True) for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad.zero_()
+
     def copy_weights(self, step: int) -> None:
         for parameter in self.parameters:
             parameter.copy_(values(parameter, step), non_blocking=True)
@@ -110,6 +138,23 @@ def test_they_are_complete_before_the_host_goes_on(done: Any, name: str, activat
     ours, theirs = OPTIMIZERS[name]
     expected, found = trained(plain.to(DEVICE), theirs, done), trained(model, ours, done)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_are_read_before_they_are_cleared_behind_a_step(name: str) -> None:
+    torch.manual_seed(0)
+    plain, found = Residual(block=lambda: Block(dropout=0)), []
+    model = stronghold.offload(copy.deepcopy(plain), device=DEVICE, window=1)
+    for one, make in zip((model, plain.to(DEVICE)), OPTIMIZERS[name], strict=True):
+        optimizer, seen = make(one.layers.parameters()), []
+        for step in range(STEPS):
+            one(torch.randn(5, SIZE, generator=torch.Generator().manual_seed(step)).to(DEVICE)).backward()
+            optimizer.step()
+            sleep(LATE_MS)
+            seen += [p.grad.to(DEVICE, non_blocking=True, copy=True) for p in one.layers.parameters()]
+            optimizer.zero_grad(set_to_none=False)
+        found.append([value.cpu() for value in seen])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_copies_are_complete_before_the_memory_of_a_model_that_is_gone_is() -> None:

@@ -15,7 +15,7 @@ from stronghold.engine.writing import Units, begin, end, units_of
 from stronghold.errors import OffloadedModelError
 from stronghold.optim import HostAdamW
 from stronghold.optim.held import held_bytes, name_of
-from stronghold.unit import Unit, gradient_of, make_plain, opaque, wait_for_copies
+from stronghold.unit import Unit, gradient_of, make_plain, note_gradient, opaque, wait_for_copies
 
 
 @opaque
@@ -34,6 +34,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     units = _stepped(optimizer)
     end(units)
+    for unit, indices in units.items():
+        for index in indices if unit.copies.go_on_beside else ():
+            if (gradient := gradient_of(unit.parameters[index])) is not None and gradient.is_cpu:
+                note_gradient(gradient, unit)
     for engine in {id(unit.owner): unit.owner for unit in units}.values():
         if isinstance(engine, Engine) and optimizer not in engine.held.other_optimizers:
             host_bytes, device_bytes = held_bytes(optimizer)

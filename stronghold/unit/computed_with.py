@@ -37,7 +37,8 @@ class ComputedWith:
         """Whether ``weights`` are others than those that the runs have computed with."""
         if not self.runs:
             self.forget()
-        return any(not torch.equal(digest(weights[index]), known) for index, known in self._digests.items())
+        digests = [*self._digests.items()]  # another thread may look at a weight meanwhile
+        return any(not torch.equal(digest(weights[index]), known) for index, known in digests)
 
     def forget(self) -> None:
         """Called when the weights have become others, which the runs are told of otherwise."""

@@ -26,6 +26,11 @@ class Copies:
         self.expected = False
         """Whether the user has got tensors over the weights since the host has waited: what is copied is not seen."""
 
+    @property
+    def go_on_beside(self) -> bool:
+        """Whether there is a device whose copies go on beside the host."""
+        return self.waits is not None and not self.waits.device.is_host
+
     def settle(self, *, held: bool) -> None:
         """Called before the engine reads or writes the weights, of which the user may have ``held`` some for long."""
         if self.expected or held:

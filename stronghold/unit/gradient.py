@@ -67,14 +67,16 @@ class OffloadedGradient(Tensor):
     """What a gradient of the engine's is: an ordinary tensor that knows who reads and writes it.
 
     While an update under way still reads it, a user who looks waits. What is ``known`` of it holds until it is written,
-    or aliased by a tensor of the user's. With neither, it becomes a plain tensor, but for one of replicas: to write it
-    raises OffloadedModelError.
+    or aliased by a tensor of the user's. With neither, it becomes a plain tensor, but for one of replicas, which to
+    write raises OffloadedModelError, and for one on the host beside a device: what copies it to there, or from there,
+    waits. What is copied by an alias is not seen, and is waited for when the gradient is used the next time.
     """
 
     _unit: weakref.ref[Unit]
     """Weakly: the garbage collector does not see the way from a parameter to its gradient."""
     pending: bool
     known: GradMeta | None
+    aliased: bool
 
     @classmethod
     @opaque
@@ -109,7 +111,8 @@ class OffloadedGradient(Tensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex):
         _settle(self, forget=True)
-        return self.__reduce_ex__(protocol)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         _settle(self, forget=False)
@@ -120,13 +123,25 @@ class OffloadedGradient(Tensor):
 def _settle(gradient: Tensor, *, forget: bool) -> None:
     if type(gradient) is not OffloadedGradient:
         return
+    unit = gradient._unit()
     if gradient.pending:
-        if (unit := gradient._unit()) is not None:
+        if unit is not None:
             unit.wait_updated()
         gradient.pending = False
+    if gradient.aliased and unit is not None:
+        unit.copies.wait()
+    if forget:
+        gradient.known = None
+    with torch._C.DisableTorchFunctionSubclass():
+        if unit is not None and unit.copies.go_on_beside and gradient.is_cpu:
+            return
     if forget or (gradient.known is None and not _is_of_replicas(gradient)):
-        gradient.__dict__.clear()
-        gradient.__class__ = Tensor  # type: ignore[assignment]
+        _make_plain(gradient)
+
+
+def _make_plain(gradient: Tensor) -> None:
+    gradient.__dict__.clear()
+    gradient.__class__ = Tensor  # type: ignore[assignment]
 
 
 def _hand_out(gradient: OffloadedGradient) -> None:
@@ -134,6 +149,8 @@ def _hand_out(gradient: OffloadedGradient) -> None:
     unit = gradient._unit()
     if unit is None or unit.replicas.world_size == 1 or unit.is_root or unit.resident or gradient.known is None:
         _settle(gradient, forget=True)
+        if type(gradient) is OffloadedGradient:
+            gradient.aliased = True
         return
     with torch._C.DisableTorchFunctionSubclass():
         unit.handed_out.note(gradient.known.index, gradient.detach(), of_gradient=True)
@@ -153,15 +170,17 @@ def _is_of_replicas(gradient: OffloadedGradient) -> bool:
 
 def make_plain(gradient: Tensor | None) -> None:
     """Makes a gradient of the engine's a plain tensor, once no update reads it: another program may write it."""
-    if gradient is not None:
+    if type(gradient) is OffloadedGradient:
         _settle(gradient, forget=True)
+        _make_plain(gradient)
 
 
 def note_gradient(gradient: Tensor, unit: Unit, *, known: GradMeta | None = None, pending: bool = False) -> None:
     """Makes ``gradient``, a plain tensor or one of ours, know what is given; anything else is left as it is."""
     if type(gradient) in (Tensor, OffloadedGradient):
+        aliased = type(gradient) is OffloadedGradient and gradient.aliased
         gradient.__class__ = OffloadedGradient
-        gradient.__dict__.update(_unit=weakref.ref(unit), known=known, pending=pending)
+        gradient.__dict__.update(_unit=weakref.ref(unit), known=known, pending=pending, aliased=aliased)
 
 
 def latest(unit: Unit, known: GradMeta) -> GradMeta:

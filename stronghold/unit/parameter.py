@@ -53,6 +53,22 @@ class _Parameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    @opaque
+    def detach(self) -> Tensor:
+        """Waits, in another thread than the one that computes, for the layer: its slot is another's then.
+
+        ``state_dict()`` calls it. The user has the values of a backward pass that has failed in their place.
+        """
+        if (unit := _unit_of(self)) is None:
+            return super().detach()
+        kind = type(self)
+        with unit.in_turn(amid_pass=not isinstance(self, BoundParameter)):
+            if isinstance(self, BoundParameter):
+                _end_failed_backward(self)
+            if type(self) is kind:
+                return super().detach()
+        return self.detach()  # it has come to a slot meanwhile, or back from there
+
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         _end_failed_backward(self)
         if (own := self.__dict__.get("_own_class")) is not None:
@@ -160,18 +176,6 @@ class BoundParameter(_Parameter):
             return None
         _end_failed_backward(self)
         return gradient_of(self)
-
-    @opaque
-    def detach(self) -> Tensor:
-        """Waits, in another thread than the one that computes, for the layer: its slot is another's then.
-
-        ``state_dict()`` calls it. The user has the values of a backward pass that has failed in their place.
-        """
-        if (unit := _unit_of(self)) is None:
-            return super().detach()
-        with unit.in_turn():
-            _end_failed_backward(self)
-            return super().detach() if isinstance(self, BoundParameter) else self.detach()
 
     def set_(self, *source: Any, **more: Any) -> Tensor:
         """Counts no write where the tensor is set to itself, as ``torch.nn.utils.parametrize`` does for PEFT."""

@@ -346,11 +346,11 @@ class Gradients:
             unit = self.units[layer]
             for index, gradient in held.items():
                 known = self._known[layer].get(index)
-                # Without an optimizer of ours nobody asks for squares, and other optimizers compile what they do with
-                # gradients, where one that notes what becomes of it cannot go. Those of replicas see that nobody writes
-                # them.
+                # Without an optimizer of ours nobody asks for squares, and others may compile what they do with them,
+                # where one that notes what becomes of it cannot go. Those of replicas see that nobody writes them, and
+                # those beside a device that copies are complete.
                 noted = known is not None and (known.remainder is not None or self._optimizer is not None)
-                if noted or self.replicas.world_size > 1:
+                if noted or self.replicas.world_size > 1 or unit.copies.go_on_beside:
                     note_gradient(gradient, unit, known=known)
                 set_gradient(unit.parameters[index], gradient)
         for (layer, index), consumed in self._consumed.items():

@@ -101,6 +101,36 @@ def test_a_state_dict_that_another_thread_takes_amid_a_layer_has_its_values(sett
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
 
 
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_a_weight_that_another_thread_asks_for_does_not_come_to_a_slot_meanwhile(store, tmp_path, monkeypatch):
+    model = pair(Residual, window=1, **({"store": tmp_path} if store == "disk" else {}))[1]
+    asked, computes, has_it = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(self):
+        if not has_it.is_set():
+            asked.set()
+            computes.wait(timeout=0.3)
+        return torch.Tensor.detach(self)
+
+    def wait(module, args):
+        computes.set()
+        assert has_it.wait(timeout=30)
+
+    weight = model.layers[1].up.weight
+    expected = weight.detach().clone()
+    model.layers[1].up.register_forward_pre_hook(wait)
+    monkeypatch.setattr(nn.Parameter, "detach", slow, raising=False)
+    with ThreadPoolExecutor(2) as pool, torch.no_grad():
+        taken = pool.submit(weight.detach)
+        assert asked.wait(timeout=30)
+        output = pool.submit(model, numbers(1)[0])
+        found = taken.result(timeout=30)
+        has_it.set()
+        output.result(timeout=30)
+        model(numbers(1)[0])
+    assert torch.equal(found, expected)
+
+
 def test_a_state_dict_that_a_layers_own_computation_takes_cannot_be_kept():
     model = pair(Residual)[1]
     kept = []
