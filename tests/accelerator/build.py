@@ -10,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -33,7 +34,7 @@ def library() -> Path:
         if not built.exists():
             built.parent.mkdir(exist_ok=True)
             partial = built.with_suffix(".partial")
-            _compile(partial, include_paths(), library_paths())
+            _compile(partial, [*include_paths(), sysconfig.get_paths()["include"]], library_paths())
             partial.rename(built)
     return built
 

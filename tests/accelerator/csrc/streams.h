@@ -1,6 +1,8 @@
 // Streams: threads that carry out what they were given, in order, some of it late; and the events between them.
 #pragma once
 
+#include <Python.h>
+
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -174,13 +176,27 @@ inline void hear(const Clock& clock) {
   std::lock_guard<std::mutex> lock(global);
   merge(host_line().clock, clock);
 }
+// Lets other threads have Python's lock: a stream's takes it to let go of a tensor that Python knows, too.
+class WithoutPython {
+ public:
+  WithoutPython() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPython() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+
+ private:
+  PyThreadState* state_;
+};
 inline void synchronize(Stream& stream) {
   Clock clock;
   {
     std::lock_guard<std::mutex> lock(global);
     clock = stream.actor.clock;
   }
-  stream.drain();
+  {
+    WithoutPython waiting;
+    stream.drain();
+  }
   hear(clock);
 }
 inline void synchronize_all() {
