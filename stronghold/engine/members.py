@@ -86,8 +86,8 @@ def _remedy(changes: Iterable[tuple[str, Any, Any]]) -> str:
         )
     if isinstance(then, nn.Parameter):
         return (
-            "Write into the parameters (p.data.copy_(...)). PEFT's load_adapter(), by which Trainer resumes, makes "
-            "fp32 adapters in the place of bf16 ones: give Trainer optimizers=(stronghold.AdamW(...), None) and "
+            "Write into the parameters (p.data.copy_(...), or load_state_dict() without assign=True). PEFT's "
+            "load_adapter(), by which Trainer resumes, makes fp32 adapters in the place of bf16 ones: give Trainer optimizers=(stronghold.AdamW(...), None) and "
             "callbacks=[stronghold.trainer.KeepEverything()], or keep the adapters in fp32, as PEFT makes them"
         )
     return "Change it first, then offload; adapters are merged by merge_adapter() instead of merge_and_unload()"
@@ -99,8 +99,8 @@ def check_held(name: str, owners: Iterable[tuple[nn.Module, str, nn.Parameter]])
         if module._parameters.get(own) is not parameter:
             raise OffloadedModelError(
                 f"parameter {own!r} of {name} ({type(module).__name__}) was replaced after offload(), as by "
-                "torch.func.functional_call, so the engine would compute with the old one; write into the parameter "
-                "(p.data.copy_(...)), or replace it before calling offload()"
+                "torch.func.functional_call or load_state_dict(assign=True), so the engine would compute with the old "
+                "one; write into the parameter (p.data.copy_(...)), or replace it before calling offload()"
             )
 
 
@@ -126,6 +126,8 @@ def _change(then: Any, now: Any) -> str:
         return f"({_kind(now)}) was added"
     if now is None:
         return "was removed"
+    if isinstance(then, nn.Parameter) and isinstance(now, nn.Parameter):
+        return "is another parameter"
     was = "was another module" if isinstance(then, _Gone) else f"was {_kind(then)}"
     return f"{was} and is {_kind(now)}"
 

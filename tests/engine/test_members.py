@@ -4,6 +4,7 @@ import gc
 
 import peft
 import pytest
+import torch
 from torch import nn
 
 import stronghold
@@ -72,6 +73,17 @@ TAKEN_AWAY = {
     by_delete_adapter: r"other was removed; .*may stay, with another one made active by PEFT's set_adapter\(\)",
     by_merging: r"was another module and is Linear; .*merged by merge_adapter\(\) instead of merge_and_unload\(\)",
 }
+
+
+def test_a_state_dict_that_is_assigned_is_refused_with_what_does_the_same():
+    model = stronghold.offload(Residual(), device="cpu", window=1)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(OffloadedModelError, match=r"is another parameter.*load_state_dict\(\) without assign=True"):
+        stronghold.AdamW(model.parameters())
+    with pytest.raises(
+        OffloadedModelError, match=r"replaced after offload\(\), as by .*load_state_dict\(assign=True\)"
+    ):
+        model(torch.randn(2, 16))
 
 
 @pytest.mark.parametrize("taken_away", TAKEN_AWAY, ids=lambda change: change.__name__)
