@@ -87,8 +87,9 @@ def _remedy(changes: Iterable[tuple[str, Any, Any]]) -> str:
     if isinstance(then, nn.Parameter):
         return (
             "Write into the parameters (p.data.copy_(...), or load_state_dict() without assign=True). PEFT's "
-            "load_adapter(), by which Trainer resumes, makes fp32 adapters in the place of bf16 ones: give Trainer optimizers=(stronghold.AdamW(...), None) and "
-            "callbacks=[stronghold.trainer.KeepEverything()], or keep the adapters in fp32, as PEFT makes them"
+            "load_adapter(), by which Trainer resumes, makes fp32 adapters in the place of bf16 ones: give Trainer "
+            "optimizers=(stronghold.AdamW(...), None) and callbacks=[stronghold.trainer.KeepEverything()], or keep the "
+            "adapters in fp32, as PEFT makes them"
         )
     return "Change it first, then offload; adapters are merged by merge_adapter() instead of merge_and_unload()"
 
