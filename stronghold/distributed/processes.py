@@ -25,6 +25,22 @@ VERSIONS = {"version of stronghold": __version__, "version of PyTorch": str(torc
 """What every process must have alike before anything else can be compared."""
 
 
+def backend_for(device: torch.device) -> str:
+    """Returns the backends of torch.distributed by which processes send what is on the host and on their devices.
+
+    Raises ParallelError for a kind of device that PyTorch has none for.
+    """
+    if device.type == "cpu":
+        return "gloo"
+    try:
+        return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    except ValueError as error:
+        raise ParallelError(
+            f"processes send to one another what is on their devices (got {device.type!r}, for which PyTorch has no "
+            "backend); train in one process there, or by several on CPUs or CUDA devices"
+        ) from error
+
+
 class Processes(DistributedGroup):
     """All processes of ``torch.distributed``, joined as torchrun tells where they are not yet.
 
@@ -45,13 +61,12 @@ class Processes(DistributedGroup):
             store, rank, count = _meet()
             # After a restart torchrun's store still has the addresses of the processes before, which gloo would take.
             store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+            dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=count)
         rank, count = dist.get_rank(), dist.get_world_size()
-        if device.type == "cuda":
+        if device.type != "cpu":
             if device.index is None:  # each process of a machine has a GPU of its own
-                device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
-            torch.cuda.set_device(device)
+                device = torch.device(device.type, dist.get_node_local_rank(fallback_rank=0))
+            torch.get_device_module(device).set_device(device)
         self.device = device
         super().__init__(None, range(count), rank, watch_over(rank, count))
         self.agree(VERSIONS)
