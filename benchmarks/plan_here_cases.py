@@ -155,10 +155,22 @@ def asked(case: Case, machine: str, folder: str) -> Iterator[tuple[nn.Module, di
 
 
 def _with_disk(machine: str, folder: str, store: str) -> MachineFile:
-    """Returns the machine with the store's directory as fast as the folder that it is in, which was measured."""
+    """Returns the machine with the store's directory as fast as the folder that it is in, which was measured.
+
+    A machine that was measured before has another folder there, on the same disk. Raises ValueError where it has none,
+    or several.
+    """
     found = MachineFile.read(machine)
-    disks = {os.path.realpath(store): found.disks[os.path.realpath(folder)]}
-    return replace(found, disks=disks)
+    measured = found.disks.get(os.path.realpath(folder)) or (
+        next(iter(found.disks.values())) if len(found.disks) == 1 else None
+    )
+    if measured is None:
+        raise ValueError(
+            "a machine for cases over a disk must have one directory measured (got "
+            f"{', '.join(sorted(found.disks)) or 'none'} in {machine}); make it by stronghold probe --disk "
+            f"{os.path.dirname(os.path.realpath(folder))}"
+        )
+    return replace(found, disks={os.path.realpath(store): measured})
 
 
 def trained(case: Case, plan: Any, *, least_steps: int = LEAST_STEPS, least_s: float = LEAST_S) -> dict[str, Any]:
