@@ -157,6 +157,28 @@ def test_gradients_are_read_before_they_are_cleared_behind_a_step(name: str) -> 
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_views_of_gradients_may_be_kept_over_steps(name: str) -> None:
+    """As flat buffers are, which a loop adds up over processes on the device."""
+    torch.manual_seed(0)
+    plain, found = Residual(block=lambda: Block(dropout=0)), []
+    model = stronghold.offload(copy.deepcopy(plain), device=DEVICE, window=1)
+    for one, make in zip((model, plain.to(DEVICE)), OPTIMIZERS[name], strict=True):
+        parameters = [*one.layers.parameters()]
+        optimizer, views, seen = make(parameters), [], []
+        for step in range(STEPS):
+            one(torch.randn(5, SIZE, generator=torch.Generator().manual_seed(step)).to(DEVICE)).backward()
+            views = views or [parameter.grad.view(-1) for parameter in parameters]
+            sleep(LATE_MS)
+            for view in views:
+                view.copy_(values(view, step), non_blocking=True)
+            seen.append(nn.utils.clip_grad_norm_(parameters, 0.1).cpu())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        found.append(seen)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_copies_are_complete_before_the_memory_of_a_model_that_is_gone_is() -> None:
     model = stronghold.offload(Residual(), device=DEVICE, window=1)
     expected = [parameter.detach().clone() for parameter in model.layers.parameters()]

@@ -39,10 +39,17 @@ def pair(**settings: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def scaled(
-    model: nn.Module, make: Callable[..., Any], *, infinite_at: int, unscales: bool, half: bool = False
+    model: nn.Module,
+    make: Callable[..., Any],
+    *,
+    infinite_at: int,
+    unscales: bool,
+    half: bool = False,
+    of_root: bool = False,
 ) -> list[Tensor]:
     """Returns losses, scales and gradients of some steps, in one of which they are not finite, and the weights."""
-    optimizer, kind = make(model.layers.parameters()), torch.device(DEVICE).type
+    optimizer = make(model.parameters() if of_root else model.layers.parameters())
+    kind = torch.device(DEVICE).type
     scaler, seen = torch.amp.GradScaler(kind, init_scale=SCALE), []
     for step in range(STEPS):
         with torch.autocast(kind, torch.float16, enabled=half):
@@ -68,6 +75,17 @@ def test_a_scaler_does_what_it_does_for_a_model_on_the_device(name: str, unscale
     expected = scaled(plain, theirs, infinite_at=infinite_at, unscales=unscales)
     assert (torch.tensor(SCALE / 2) in [one for one in expected if not one.ndim]) == (infinite_at < STEPS)
     found = scaled(model, ours, infinite_at=infinite_at, unscales=unscales)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["", "unscaled before"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_skipped_where_gradients_are_infinite_on_host_and_device(name: str, unscales: bool) -> None:
+    ours, theirs = OPTIMIZERS[name]
+    plain, model = pair()
+    expected = scaled(plain, theirs, infinite_at=1, unscales=unscales, of_root=True)
+    found = scaled(model, ours, infinite_at=1, unscales=unscales, of_root=True)
+    assert all(one.isfinite().all() for one in found[-4:])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from stronghold.device import drawn_apart
 from stronghold.engine.adamw import AdamW
 from stronghold.engine.rearranging import NoRoomError, keep_last, rearrange, refused_for
 from stronghold.errors import BudgetError
@@ -141,12 +142,12 @@ class FirstPass:
 def _apart(device: torch.device) -> Iterator[None]:
     """Keeps what a plan computes from the pass that it comes before.
 
-    That is from its autocast, and from hooks of the user's on saved tensors, such as those of a checkpoint around the
-    model. Neither a probe nor a model without values changes random states.
+    That is from its random numbers, which a model may seed; from its autocast; and from hooks of the user's on saved
+    tensors, such as those of a checkpoint around the model.
     """
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     enabled = torch.is_autocast_enabled(device.type)
-    with unsaved, torch.autocast(device.type, enabled=False) if enabled else nullcontext():
+    with drawn_apart(device), unsaved, torch.autocast(device.type, enabled=False) if enabled else nullcontext():
         yield
 
 

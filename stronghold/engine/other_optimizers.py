@@ -6,8 +6,10 @@ an offloaded model.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stronghold.engine.engine import Engine
@@ -15,7 +17,7 @@ from stronghold.engine.writing import Units, begin, end, units_of
 from stronghold.errors import OffloadedModelError
 from stronghold.optim import HostAdamW
 from stronghold.optim.held import held_bytes, name_of
-from stronghold.unit import Unit, gradient_of, make_plain, note_gradient, opaque, wait_for_copies
+from stronghold.unit import Unit, gradient_of, make_ours, make_plain, opaque, wait_for_copies
 
 
 @opaque
@@ -25,25 +27,48 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_exact(optimizer, unit, indices)
     begin(units)
     wait_for_copies(units)
+    if units:
+        _limit_found_inf(optimizer)
+    _make_ours(optimizer)  # of a step that has failed
     for unit, indices in units.items():
         for index in indices:  # a compiler knows nothing of our gradients' class
-            make_plain(gradient_of(unit.parameters[index]))
+            gradient = gradient_of(unit.parameters[index])
+            if gradient is not None and make_plain(gradient):
+                _plain.setdefault(optimizer, []).append((weakref.ref(gradient), weakref.ref(unit)))
 
 
 @opaque
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     units = _stepped(optimizer)
     end(units)
-    for unit, indices in units.items():
-        for index in indices if unit.copies.go_on_beside else ():
-            if (gradient := gradient_of(unit.parameters[index])) is not None and gradient.is_cpu:
-                note_gradient(gradient, unit)
+    _make_ours(optimizer)
     for engine in {id(unit.owner): unit.owner for unit in units}.values():
         if isinstance(engine, Engine) and optimizer not in engine.held.other_optimizers:
             host_bytes, device_bytes = held_bytes(optimizer)
             what = f"the states of {name_of(optimizer)}"
             engine.budget.check_budgets(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
             engine.held.other_optimizers.add(optimizer)
+
+
+def _make_ours(optimizer: Optimizer) -> None:
+    for gradient, unit in _plain.pop(optimizer, []):
+        if (one := gradient()) is not None and (its := unit()) is not None:
+            make_ours(one, its)
+
+
+_plain: weakref.WeakKeyDictionary[Optimizer, list[tuple[weakref.ref[Tensor], weakref.ref[Unit]]]]
+_plain = weakref.WeakKeyDictionary()
+"""The gradients that are plain tensors for an optimizer's step alone."""
+
+
+def _limit_found_inf(optimizer: Optimizer) -> None:
+    """Has a fused optimizer skip a step with infinite gradients on the host and on a device.
+
+    ``torch.amp.GradScaler`` tells it on how many devices there are some, and its kernels skip a step for one alone.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    if isinstance(found, Tensor):
+        optimizer.found_inf = found.clamp(max=1)  # type: ignore[attr-defined]
 
 
 def _stepped(optimizer: Optimizer) -> Units:

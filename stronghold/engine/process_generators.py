@@ -5,10 +5,15 @@ from __future__ import annotations
 import ctypes
 import pickle
 import random
+import threading
 from _random import Random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from stronghold.engine.replaced_functions import ReplacedFunctions
 
 
 class ProcessStates(NamedTuple):
@@ -31,6 +36,42 @@ def process_states() -> ProcessStates:
     return newest
 
 
+@contextmanager
+def drawing_from(states: ProcessStates) -> Iterator[None]:
+    """Has what this thread draws in the block begin in these states, and what is drawn behind it go on as it was.
+
+    Beside other threads of the user's the generators are put back when this one comes to draw, by a function of the
+    module, and not before: one that loads batches meanwhile would draw its numbers twice.
+    """
+    thread = threading.get_ident()
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            stack.callback(put_back, process_states())
+            put_back(states)
+
+        if any(not one.name.startswith("stronghold-") for one in threading.enumerate() if one.ident != thread):
+            stack.enter_context(_watched())
+            stack.callback(_begins.pop, thread, None)
+            _begins[thread] = begin
+        else:
+            begin()
+        yield
+
+
+_begins: dict[int, Callable[[], None]] = {}
+"""What a thread does before it draws for the first time."""
+
+
+def _drawing(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        if (begin := _begins.pop(threading.get_ident(), None)) is not None:
+            begin()
+        return draw(*args, **kwargs)
+
+    return drawn
+
+
 def put_back(states: ProcessStates) -> None:
     """Has both generators draw what they would have drawn in these states."""
     if process_marks() != states.marks:
@@ -39,7 +80,7 @@ def put_back(states: ProcessStates) -> None:
 
 
 def process_marks() -> tuple[Any, ...]:
-    """Returns what is another whenever one of the generators has drawn or was seeded."""
+    """Returns what is another whenever one of the generators is in another state."""
     return _python_marks(_PYTHON), _numpy_marks(np.random.mtrand._rand)  # type: ignore[attr-defined]
 
 
@@ -80,6 +121,22 @@ def _show_draws() -> bool:
     return True
 
 
+def _is_of_process(value: Any) -> bool:
+    """Whether it is a function of NumPy's by which the whole process draws or seeds."""
+    return getattr(value, "__self__", None) is np.random.mtrand._rand or value in (  # type: ignore[attr-defined]
+        np.random.seed,
+        np.random.sample,
+        np.random.ranf,
+    )
+
+
 _PYTHON: random.Random = random._inst  # type: ignore[attr-defined]
+_watched = ReplacedFunctions(
+    [
+        *((random, name) for name in dir(random) if getattr(getattr(random, name), "__self__", None) is _PYTHON),
+        *((np.random, name) for name in dir(np.random) if _is_of_process(getattr(np.random, name))),
+    ],
+    _drawing,
+)
 _SEEN = True
 _SEEN = type(_PYTHON) is random.Random and _show_draws()

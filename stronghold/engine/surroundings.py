@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stronghold.engine.process_generators import ProcessStates, process_marks, process_states, put_back
+from stronghold.engine.process_generators import ProcessStates, drawing_from, process_marks, process_states
 
 
 class Surroundings:
     """What a run finds beside its arguments: autocast, the default device, the states of generators.
 
-    Of Python's and NumPy's generators that is where the run draws from them: other threads may draw meanwhile.
+    Of Python's and NumPy's generators that is where somebody has drawn from them meanwhile: the run, or another thread.
     """
 
     def __init__(self, device: torch.device, *, random: bool) -> None:
@@ -36,8 +36,7 @@ class Surroundings:
         now = None if self._random is None else _random_states(self._device)
         with ExitStack() as stack:
             if self._process is not None:
-                stack.callback(put_back, process_states())
-                put_back(self._process)
+                stack.enter_context(drawing_from(self._process))
             if (autocast := self._autocast) != _autocast(self._device.type):
                 cached = autocast[-1]
                 for kind, enabled, dtype in autocast[0]:

@@ -21,7 +21,7 @@ from stronghold.unit import opaque
 _ENDING_S = 0.2
 """How long a pass that has just failed may take to be gone in the thread that ran it."""
 _LAYER_S = 60.0
-"""How long another thread's layer is waited for: it would be for ever, where that waits for this one in its turn."""
+"""How long a backward pass waits for another thread's layer: for ever, where that waits for the pass in its turn."""
 
 
 class Turns:
@@ -57,16 +57,8 @@ class Turns:
                 raise _refusal()
             time.sleep(0.001)
 
-    def taken(self, *, amid_pass: bool = False) -> AbstractContextManager[None]:
-        """Runs the block while no other thread computes. Raises OffloadedModelError as :meth:`check` does.
-
-        With ``amid_pass`` that may be between two layers of a backward pass. Then it raises OffloadedModelError where
-        another thread's layer takes too long, which may wait for this one.
-        """
-        if amid_pass:
-            if not self._lock.acquire(timeout=_LAYER_S):
-                raise _refusal()
-            return self._until_released
+    def taken(self) -> AbstractContextManager[None]:
+        """Runs the block while no other thread computes. Raises OffloadedModelError as :meth:`check` does."""
         while True:
             self.check()
             self._lock.acquire()

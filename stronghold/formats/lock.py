@@ -45,8 +45,13 @@ def is_lock_of(directory: Path, descriptor: int) -> bool:
 
     Who removed the directory may have made another one, of which another run has the lock.
     """
+    return is_at(directory / LOCK, os.fstat(descriptor))
+
+
+def is_at(path: Path, file: os.stat_result) -> bool:
+    """Whether what is now at ``path`` is this file."""
     try:
-        return os.path.samestat(os.stat(directory / LOCK), os.fstat(descriptor))
+        return os.path.samestat(os.stat(path), file)
     except OSError:
         return False
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from stronghold.errors import CheckpointError, StoreError
 from stronghold.formats.content import parsed
-from stronghold.formats.lock import LOCK, is_lock_of, lock_to_change, unlock
+from stronghold.formats.lock import LOCK, is_at, is_lock_of, lock_to_change, unlock
 from stronghold.formats.manifest import NAME, PARTIAL, Manifest, put_partial, read_manifest, write_partial
 from stronghold.formats.sync import sync_directory
 from stronghold.units import format_bytes
@@ -69,6 +69,8 @@ class Directory:
         self._made: list[Path] = []
         self._locks: list[int] = []
         self.sealed = False
+        self._manifest: os.stat_result | None = None
+        """Of the checkpoint that the directories are."""
         self._unsealing = threading.Lock()  # by the caller, or by the thread that updates
         try:
             for path in self.paths if ours else ():
@@ -136,7 +138,7 @@ class Directory:
         """Returns what the directory is a checkpoint of, or None. Raises StoreError for a manifest that is damaged."""
         if not (self.paths[0] / NAME).exists():
             return None
-        self.sealed = True
+        self._note_sealed()
         try:
             return read_manifest(self.paths[0])
         except CheckpointError as error:
@@ -169,16 +171,19 @@ class Directory:
         for directory in self.paths:
             sync_directory(directory)
         put_partial(self.paths[0])
-        self.sealed = True
+        self._note_sealed()
+
+    def _note_sealed(self) -> None:
+        self.sealed, self._manifest = True, os.stat(self.paths[0] / NAME)
 
     def unseal(self) -> None:
         """Makes the directory memory again, durably: what a killed run leaves must not be taken for a checkpoint."""
         with self._unsealing:
             if self.sealed:
-                if not self.is_ours or self.paths[0] in self._held():  # else it may be another run's checkpoint
+                if self._manifest is None or is_at(self.paths[0] / NAME, self._manifest):  # else it is another run's
                     (self.paths[0] / NAME).unlink(missing_ok=True)
                     sync_directory(self.paths[0])
-                self.sealed = False
+                self.sealed, self._manifest = False, None
 
     def clear(self) -> None:
         """Removes what was beside the units' files when the directory was a checkpoint, or was to be one."""
@@ -240,9 +245,9 @@ def refuse_replaced(paths: Sequence[Path]) -> None:
     """Raises StoreError for ``paths`` at which there is not, or no more, what a run has made there."""
     if paths:
         raise StoreError(
-            "a checkpoint in the store's own place is of the files that the run has open (got "
-            f"{', '.join(map(str, paths[:3]))}, which somebody has removed or replaced since); save into another "
-            "directory: the run has all that it needs"
+            "a store's directories and files must stay until its run has ended (got "
+            f"{', '.join(map(str, paths[:3]))}, which another program has removed or replaced since); save into "
+            "another directory, for the run has all of the model still, and go on from there"
         )
 
 

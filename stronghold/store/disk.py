@@ -359,6 +359,7 @@ class DiskStore(Store):
     def _file(self, unit: Unit) -> UnitFile:
         number = self._numbers[unit]
         if number not in self._files:
+            self._directory.check_in_place()  # another run may have files of these names there by now
             paths = self._paths(unit)
             capacity, replicas = capacity_bytes(unit), self._replicas
             self._files[number] = UnitFile(self.disk, self.device, paths, unit.name, capacity, replicas=replicas)

@@ -16,6 +16,7 @@ from torch import Tensor
 from stronghold.device import Device
 from stronghold.device.memory import HostBuffer, MappedBuffer
 from stronghold.errors import CorruptionError, DiskError, StoreError
+from stronghold.formats.lock import is_at
 from stronghold.formats.manifest import PlacedEntry, UnitFileEntry, name_of
 from stronghold.formats.stripes import Stripes
 from stronghold.layout import PAGE_BYTES, round_up
@@ -317,7 +318,7 @@ class UnitFile:
 
     def replaced(self) -> list[Path]:
         """Returns at which of its paths there is not the file any more that is open."""
-        return [path for path, opened in zip(self.paths, self._opened, strict=True) if not _is_at(path, opened)]
+        return [path for path, opened in zip(self.paths, self._opened, strict=True) if not is_at(path, opened)]
 
     def entry(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> UnitFileEntry:
         """Syncs the files and returns what a checkpoint's manifest says of them and of the ``tensors`` in them.
@@ -406,10 +407,3 @@ class UnitFile:
                 f"{file.alignment}); use a directory on another file system"
             )
         return file
-
-
-def _is_at(path: Path, opened: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), opened)
-    except OSError:
-        return False

@@ -1,6 +1,7 @@
 """Where one unit of parameters lives, and how its parameters and gradients behave there."""
 
 from stronghold.unit.attributes import same_octets
+from stronghold.unit.becoming import become
 from stronghold.unit.calls import check_not_traced, check_not_transformed
 from stronghold.unit.closed import close_parameter, closed_error
 from stronghold.unit.compiler import as_written, opaque
@@ -15,6 +16,7 @@ from stronghold.unit.gradient import (
     grad_meta_of,
     gradient_name,
     latest,
+    make_ours,
     make_plain,
     note_gradient,
     note_squares,
@@ -36,7 +38,6 @@ from stronghold.unit.packed import (
 from stronghold.unit.parameter import (
     BoundParameter,
     OffloadedParameter,
-    become,
     bound,
     check_not_swapped,
     gradient_of,
@@ -99,6 +100,7 @@ __all__ = [
     "is_packed",
     "keep_on_device",
     "latest",
+    "make_ours",
     "make_plain",
     "may_move",
     "missing_remainders",

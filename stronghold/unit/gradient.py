@@ -168,11 +168,24 @@ def _is_of_replicas(gradient: OffloadedGradient) -> bool:
     return unit is not None and unit.replicas.world_size > 1
 
 
-def make_plain(gradient: Tensor | None) -> None:
-    """Makes a gradient of the engine's a plain tensor, once no update reads it: another program may write it."""
+def make_plain(gradient: Tensor | None) -> bool:
+    """Makes a gradient of the engine's a plain tensor, once no update reads it: another program may write it.
+
+    Returns whether it is to be the engine's again when that has ended, by :func:`make_ours`.
+    """
+    if type(gradient) is not OffloadedGradient:
+        return False
+    _settle(gradient, forget=True)
+    stays = type(gradient) is OffloadedGradient
+    _make_plain(gradient)
+    return stays
+
+
+def make_ours(gradient: Tensor, unit: Unit) -> None:
+    """Notes that it is a gradient of the engine's, of which others may hold aliases."""
+    note_gradient(gradient, unit)
     if type(gradient) is OffloadedGradient:
-        _settle(gradient, forget=True)
-        _make_plain(gradient)
+        gradient.aliased = True
 
 
 def note_gradient(gradient: Tensor, unit: Unit, *, known: GradMeta | None = None, pending: bool = False) -> None:

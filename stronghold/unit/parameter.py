@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 
 from stronghold.errors import OffloadedModelError
+from stronghold.unit.becoming import become, becoming
 from stronghold.unit.calls import ALIASES, FACTS, check_not_transformed, hands_out, key_of, walk, written
 from stronghold.unit.compiler import opaque
 from stronghold.unit.copies import blocking, wait_for_factors
 from stronghold.unit.dtypes import check_mixed
 from stronghold.unit.own_writes import watched_data
-from stronghold.unit.packed import StaysInPlace, copy_of, stand_in
+from stronghold.unit.packed import copy_of, stand_in
 from stronghold.unit.unit import Unit
 
 
@@ -61,13 +61,16 @@ class _Parameter(nn.Parameter):
         """
         if (unit := _unit_of(self)) is None:
             return super().detach()
-        kind = type(self)
-        with unit.in_turn(amid_pass=not isinstance(self, BoundParameter)):
-            if isinstance(self, BoundParameter):
+        if isinstance(self, BoundParameter):
+            with unit.in_turn():
                 _end_failed_backward(self)
-            if type(self) is kind:
+                if isinstance(self, BoundParameter):
+                    return super().detach()
+        unit.wait_updated()
+        with becoming:  # else it could come to a slot meanwhile
+            if not isinstance(self, BoundParameter):
                 return super().detach()
-        return self.detach()  # it has come to a slot meanwhile, or back from there
+        return self.detach()
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         _end_failed_backward(self)
@@ -201,14 +204,6 @@ def bound(units: Sequence[Unit]) -> Iterator[None]:
         become(OffloadedParameter, parameters)
 
 
-def become(kind: type[_Parameter], parameters: Iterable[nn.Parameter]) -> None:
-    """Changes the class of parameters to ``kind``, or to one that is of their own class, too."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter in parameters:
-            own = parameter.__dict__.get("_own_class")
-            parameter.__class__ = kind if own is None else _both(kind, own)
-
-
 def check_not_swapped(name: str, parameters: Iterable[nn.Parameter]) -> None:
     """Raises OffloadedModelError where the user has swapped one of the unit ``name`` for another tensor."""
     if not all("_unit_reference" in parameter.__dict__ for parameter in parameters):
@@ -218,12 +213,6 @@ def check_not_swapped(name: str, parameters: Iterable[nn.Parameter]) -> None:
             "torch.__future__.set_swap_module_params_on_conversion(True)); write into the parameter, "
             "p.data.copy_(values), or exchange it before offload()"
         )
-
-
-@functools.cache
-def _both(kind: type[_Parameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Returns a class that is both, by the name of ``own``: PEFT tells quantised weights by the name of their class."""
-    return type(own.__name__, (StaysInPlace, kind, own), {})
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

@@ -69,7 +69,7 @@ class Unit:
         self._owner: weakref.ref[Any] | None = None
         self.waits: Waits | None = None
         self._end_backward: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._turn: Callable[[], Turn | None] = lambda: None
+        self._turn: weakref.WeakMethod[Turn] | None = None
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
@@ -123,9 +123,9 @@ class Unit:
         if self._end_backward is not None and (end := self._end_backward()) is not None:
             end()
 
-    def in_turn(self, *, amid_pass: bool) -> AbstractContextManager[None]:
-        """Runs the block while no other thread computes; raises OffloadedModelError in one's, unless ``amid_pass``."""
-        return turn(amid_pass=amid_pass) if (turn := self._turn()) is not None else nullcontext()
+    def in_turn(self) -> AbstractContextManager[None]:
+        """Runs the block while no other thread computes; raises OffloadedModelError in a backward pass of one."""
+        return turn() if self._turn is not None and (turn := self._turn()) is not None else nullcontext()
 
     @property
     def _memory(self) -> Memory | None:

@@ -15,8 +15,8 @@ from stronghold.errors import OffloadedModelError
 if TYPE_CHECKING:
     from stronghold.unit.unit import Unit
 
-Turn = Callable[..., AbstractContextManager[None]]
-"""Runs a block while no other thread computes, ``amid_pass`` between two layers of its backward pass."""
+Turn = Callable[[], AbstractContextManager[None]]
+"""Runs a block while no other thread computes."""
 
 
 def is_shared(gradient: Tensor) -> bool:

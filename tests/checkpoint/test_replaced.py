@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import stronghold
 from stronghold.errors import StoreError
 from stronghold.formats.lock import LOCK
 from stronghold.formats.manifest import NAME
@@ -49,7 +50,9 @@ def test_a_run_is_not_saved_in_a_place_that_is_not_its_own_any_more(tmp_path: Pa
     training = run(tmp_path / "store")
     change(tmp_path / "store")
     left = sorted(tmp_path.rglob("*"))
-    with pytest.raises(StoreError, match=r"somebody has removed or replaced since\); save into another directory"):
+    with pytest.raises(
+        StoreError, match=r"another program has removed or replaced since\); save into another directory"
+    ):
         training.save(tmp_path / "store")
     assert sorted(tmp_path.rglob("*")) == left
     training.save(tmp_path / "elsewhere")
@@ -73,6 +76,29 @@ def test_another_run_that_is_there_by_then_keeps_its_checkpoint(tmp_path: Path, 
         first.save(tmp_path / "store")
     first.steps(CASE.batches(1))  # whose update would have ended its own checkpoint
     assert (tmp_path / "store" / NAME).exists()
+    del second
+    reopened = Training(CASE.model(), store=tmp_path / "store", weights=os.fspath(tmp_path / "store"), window=2)
+    reopened.load(tmp_path / "store")
+    assert differences(snapshot(reopened.model, reopened.optimizer), expected) == []
+
+
+def test_a_checkpoint_ends_with_the_first_change_where_the_lock_alone_is_gone(tmp_path: Path) -> None:
+    training = run(tmp_path / "store")
+    training.save(tmp_path / "store")
+    (tmp_path / "store" / LOCK).unlink()
+    training.steps(CASE.batches(1))
+    assert not (tmp_path / "store" / NAME).exists()
+
+
+def test_a_file_that_is_made_late_takes_no_other_run_s_place(tmp_path: Path) -> None:
+    """As those of moments are, with the optimizer."""
+    first = stronghold.offload(CASE.model(), device="cpu", store=tmp_path / "store", window=2)
+    shutil.rmtree(tmp_path / "store")
+    second = run(tmp_path / "store")
+    expected = snapshot(second.model, second.optimizer)
+    second.save(tmp_path / "store")
+    with pytest.raises(StoreError, match="another program has removed or replaced"):
+        stronghold.AdamW(first.parameters())
     del second
     reopened = Training(CASE.model(), store=tmp_path / "store", weights=os.fspath(tmp_path / "store"), window=2)
     reopened.load(tmp_path / "store")

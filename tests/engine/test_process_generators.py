@@ -6,6 +6,7 @@ import copy
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -73,7 +74,14 @@ def _marks(request, monkeypatch):
     monkeypatch.setattr(process_generators, "_newest", None)
 
 
-@pytest.mark.usefixtures("_marks")
+@pytest.fixture(params=["alone", "beside another thread"])
+def _threads(request, monkeypatch):
+    this = [threading.current_thread()]
+    others = [threading.Thread()] if request.param == "beside another thread" else []
+    monkeypatch.setattr(process_generators.threading, "enumerate", lambda: this + others)
+
+
+@pytest.mark.usefixtures("_marks", "_threads")
 @pytest.mark.parametrize("activations", ["recompute", "host", "keep"])
 @pytest.mark.parametrize("seeded", [False, True], ids=["", "seeded"])
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
@@ -86,6 +94,7 @@ def test_a_layer_draws_the_same_again_and_the_loop_what_it_would_have(draw, seed
         assert trained(model, torch.optim.SGD(model.parameters(), lr=0.1), before) == expected
 
 
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("draw", [DRAWS["random.random"], DRAWS["numpy.random.rand"]], ids=["python", "numpy"])
 def test_so_it_does_behind_a_hook_that_draws(draw):
     """The hook is of a module within the layer; what the layer draws behind it is the same in its second run."""
@@ -101,26 +110,30 @@ def test_so_it_does_behind_a_hook_that_draws(draw):
 
 def test_layers_that_draw_nothing_leave_what_another_thread_draws_meanwhile():
     """Such as one that loads batches: it would draw the same again."""
-    drawn: list = []
+    drawn = []
+    with ThreadPoolExecutor(1) as loader:
 
-    def draw() -> float:
-        drawn.append(None)
-        if len(drawn) > LAYERS:  # in a second run
-            thread = threading.Thread(target=lambda: drawn.append((random.random(), np.random.rand())))
-            thread.start()
-            thread.join()
-        return 0.5
+        def draw() -> float:  # which a layer calls in both of its runs
+            drawn.append(loader.submit(lambda: (random.random(), np.random.rand())).result())
+            return 0.5
 
-    model = stronghold.offload(stack(draw), device="cpu", window=1)
-    x = torch.randn(3, WIDTH, requires_grad=True)
-    loss = model(x).sum()
-    random.random(), np.random.rand()  # behind the first runs
-    states = random.getstate(), np.random.get_state()
-    loss.backward()
-    found = [one for one in drawn if one]
-    random.setstate(states[0]), np.random.set_state(states[1])
-    assert len(found) == LAYERS
-    assert found[0] == (random.random(), np.random.rand())
+        draw()
+        model = stronghold.offload(stack(draw), device="cpu", window=1)
+        random.seed(0), np.random.seed(0)
+        drawn.clear()
+        model(torch.randn(3, WIDTH, requires_grad=True)).sum().backward()
+        draw()
+    random.seed(0), np.random.seed(0)
+    assert drawn == [(random.random(), np.random.rand()) for _ in range(2 * LAYERS + 1)]
+
+
+def test_functions_of_the_modules_are_their_own_again():
+    functions = random.random, random.seed, np.random.rand, np.random.seed
+    model = stronghold.offload(stack(DRAWS["random.random"]), device="cpu", window=1)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(int).result()
+        model(torch.randn(3, WIDTH)).sum().backward()
+    assert (random.random, random.seed, np.random.rand, np.random.seed) == functions
 
 
 @pytest.mark.usefixtures("_marks")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from stronghold.engine.replaced_functions import ReplacedFunctions
+
 LARGEST = 1 - 2.0**-53
 """The number nearest to 1 that a uniform draw of [0, 1) gives."""
+MOST = 1000
+"""So often it is drawn: a loop that waits for another number ends."""
 
-_OWNERS = ((random, ("random", "uniform")), (np.random, ("random", "random_sample", "rand", "uniform")))
-_entered: Counter[int] = Counter()
-"""How often each thread runs a model without values: others draw as always."""
+_left: dict[int, list[int]] = {}
+"""How often each thread that runs a model without values still draws the largest number."""
 
 
 @contextmanager
@@ -24,31 +26,31 @@ def no_layer_dropped() -> Iterator[None]:
     """Has this thread draw the largest number wherever it draws one of an interval, and no generator change by it.
 
     ``random.random() < layerdrop`` leaves out no layer then. transformers draws so in speech and music models; what
-    else a model draws, such as the spans that it masks, is drawn, and both generators are put back at the end.
+    else a model draws, such as the spans that it masks, is drawn, and both generators are put back at the end. What was
+    imported by its own name, or is of a generator of the model's own, draws as always.
     """
     thread, of_python, of_numpy = threading.get_ident(), random.getstate(), np.random.get_state()
-    replaced = [(owner, name, getattr(owner, name)) for owner, names in _OWNERS for name in names]
-    for owner, name, draw in replaced:
-        setattr(owner, name, _largest(draw, bounded=name == "uniform"))
-    _entered[thread] += 1
-    try:
-        yield
-    finally:
-        _entered[thread] -= 1
-        for owner, name, draw in replaced:
-            setattr(owner, name, draw)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+    with _largest():
+        _left.setdefault(thread, []).append(MOST)
+        try:
+            yield
+        finally:
+            _left[thread].pop()
+            if not _left[thread]:
+                del _left[thread]
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
-def _largest(draw: Callable[..., Any], *, bounded: bool) -> Callable[..., Any]:
+def _drawing(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``draw``, but for a single number in a thread that runs a model without values: that is the largest."""
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        found = draw(*args, **kwargs)
-        if not isinstance(found, float) or not _entered[threading.get_ident()]:
+        found, left = draw(*args, **kwargs), _left.get(threading.get_ident())
+        if left is None or not left[-1] or not isinstance(found, float):
             return found
-        return _scaled(*args, **kwargs) if bounded else LARGEST
+        left[-1] -= 1
+        return _scaled(*args, **kwargs) if name == "uniform" else LARGEST
 
     return drawn
 
@@ -57,3 +59,12 @@ def _scaled(low: float = 0.0, high: float = 1.0, *_: Any, **ends: float) -> floa
     """Returns the largest of ``uniform(low, high)``; Python calls the two ``a`` and ``b``."""
     low, high = ends.get("a", low), ends.get("b", high)
     return low + (high - low) * LARGEST
+
+
+_largest = ReplacedFunctions(
+    [
+        *((random, name) for name in ("random", "uniform")),
+        *((np.random, name) for name in ("random", "random_sample", "sample", "ranf", "rand", "uniform")),
+    ],
+    _drawing,
+)

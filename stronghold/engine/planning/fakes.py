@@ -29,7 +29,7 @@ class Fakes(FakeTensorMode):
 
     What the model makes under it without a ``device`` is on the CPU as all else is, whatever the user's default device.
     What it checks of a tensor's values by ``torch._check_tensor_all`` holds, a number that it draws to drop a layer by
-    (LayerDrop: Fan et al. 2020) drops none, whichever generator it is of, and unless ``is_packed``, a model of
+    (LayerDrop: Fan et al. 2020) drops none, PyTorch's, Python's or NumPy's, and unless ``is_packed``, a model of
     transformers takes the tokens of a sample for one sequence.
     """
 

@@ -169,6 +169,17 @@ def test_a_model_that_drops_layers_at_random_is_planned_with_all_of_them(draw):
     assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before
 
 
+def test_a_model_that_draws_until_a_number_is_small_is_planned():
+    class Rejecting(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            while random.random() > 0.5:
+                pass
+            return super().forward(x)
+
+    model = Rejecting()
+    assert not ModelComputation(model, list(model.layers), (torch.randn(2, 8),)).idle
+
+
 def test_another_thread_draws_as_always_while_a_model_is_planned():
     drawn = []
 
