@@ -26,6 +26,7 @@ from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import STATES
 
 
+@torch.random.fork_rng([])  # which a model may seed
 def plan(
     model: nn.Module | str | os.PathLike[str] | Any,
     *,

@@ -67,9 +67,9 @@ class OffloadedGradient(Tensor):
     """What a gradient of the engine's is: an ordinary tensor that knows who reads and writes it.
 
     While an update under way still reads it, a user who looks waits. What is ``known`` of it holds until it is written,
-    or aliased by a tensor of the user's. With neither, it becomes a plain tensor, but for one of replicas, which to
-    write raises OffloadedModelError, and for one on the host beside a device: what copies it to there, or from there,
-    waits. What is copied by an alias is not seen, and is waited for when the gradient is used the next time.
+    or aliased by a tensor of the user's. With neither, it becomes a plain tensor, with two exceptions. One of replicas
+    stays, for it raises OffloadedModelError where it is written. One on the host beside a device stays, for it waits
+    for what copies it to there or from there; a copy by an alias is not seen, and is waited for at its next use.
     """
 
     _unit: weakref.ref[Unit]

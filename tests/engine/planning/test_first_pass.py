@@ -232,19 +232,34 @@ def test_where_something_is_in_the_way_the_model_stays_and_the_log_says_what(her
         others.clear()
 
 
-def test_what_a_model_seeds_when_it_is_planned_does_not_count():
+def test_what_a_model_seeds_when_it_is_planned_does_not_count(here):
     """Else dropout in the first pass would be another than without a plan."""
 
-    def seeding(model):
-        model.register_forward_hook(lambda *_: torch.manual_seed(7) and None)
-        return model
+    class Seeding(GPT):
+        def forward(self, input_ids, labels=None):
+            output = super().forward(input_ids, labels=labels)
+            torch.manual_seed(7)
+            return output
 
     results = []
     for settings in ({"window": 2}, {}):
-        model = seeding(on_a_gpu(gpt(dropout=0.1), **settings))
+        torch.manual_seed(0)
+        model = on_a_gpu(Seeding(replace(CONFIG, dropout=0.1)), **settings)
         results.append(trained(model, stronghold.AdamW(model.parameters())))
     assert stronghold.report(model).planned is not None
     alike(*results)
+
+
+def test_a_plan_seeds_nothing():
+    class Seeding(GPT):
+        def forward(self, input_ids, labels=None):
+            torch.manual_seed(7)
+            return super().forward(input_ids, labels=labels)
+
+    model = Seeding(CONFIG)
+    before = torch.get_rng_state()
+    stronghold.plan(model, inputs={"input_ids": ids(), "labels": ids()}, machine=machine())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_planner_that_fails_is_told_of_and_ends_nothing(monkeypatch):
