@@ -377,6 +377,7 @@ NO_EVENTS = {
     "optim/state_dicts.py: optimizer.wait",
     "unit/fetched.py: self.wait",
     "unit/copies.py: copies.wait",
+    "unit/gradient.py: unit.copies.wait",
     "unit/parameter.py: unit.copies.wait",
     "unit/copies.py: self.wait",
     "engine/agreeing.py: unit.fetched.wait",

@@ -29,7 +29,7 @@ class Copies:
     @property
     def go_on_beside(self) -> bool:
         """Whether there is a device whose copies go on beside the host."""
-        return self.waits is not None and not self.waits.device.is_host
+        return (waits := self.waits) is not None and not waits.device.is_host
 
     def settle(self, *, held: bool) -> None:
         """Called before the engine reads or writes the weights, of which the user may have ``held`` some for long."""
