@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
 import random
 import threading
@@ -51,7 +52,7 @@ def drawing_from(states: ProcessStates) -> Iterator[None]:
             put_back(states)
 
         if any(not one.name.startswith("stronghold-") for one in threading.enumerate() if one.ident != thread):
-            stack.enter_context(_watched())
+            stack.enter_context(_watched()())
             stack.callback(_begins.pop, thread, None)
             _begins[thread] = begin
         else:
@@ -81,20 +82,26 @@ def put_back(states: ProcessStates) -> None:
 
 def process_marks() -> tuple[Any, ...]:
     """Returns what is another whenever one of the generators is in another state."""
-    return _python_marks(_PYTHON), _numpy_marks(np.random.mtrand._rand)  # type: ignore[attr-defined]
+    python, numpy = _generators()
+    if not _memory_shows_draws():
+        return python.getstate(), pickle.dumps(numpy.get_state(legacy=False))
+    return _python_memory(python), _numpy_memory(numpy)
 
 
-def _python_marks(generator: random.Random) -> tuple[Any, ...]:
-    if not _SEEN:
-        return generator.getstate()
+def _generators() -> tuple[random.Random, np.random.RandomState]:
+    """Returns those of the process. NumPy makes its own when somebody asks for it, which takes milliseconds."""
+    return random._inst, np.random.mtrand._rand  # type: ignore[attr-defined]
+
+
+def _python_memory(generator: random.Random) -> tuple[Any, ...]:
     length = Random.__basicsize__ - object.__basicsize__
     stored = generator.gauss_next  # type: ignore[attr-defined]
     return _memory(id(generator) + object.__basicsize__, length), stored
 
 
-def _numpy_marks(generator: np.random.RandomState) -> tuple[Any, ...]:
+def _numpy_memory(generator: np.random.RandomState) -> tuple[Any, ...]:
     bits: Any = generator._bit_generator  # type: ignore[attr-defined]
-    if not _SEEN or type(bits) is not np.random.MT19937:
+    if type(bits) is not np.random.MT19937:
         return (pickle.dumps(generator.get_state(legacy=False)),)
     length = type(generator).__basicsize__ - object.__basicsize__  # among it whether a normal number is in store
     return _memory(id(generator) + object.__basicsize__, length), _memory(bits.ctypes.state_address, 4 * 625)
@@ -104,15 +111,18 @@ def _memory(address: int, length: int) -> bytes:
     return (ctypes.c_char * length).from_address(address).raw
 
 
-def _show_draws() -> bool:
+@functools.cache
+def _memory_shows_draws() -> bool:
     """Whether the memory of both kinds of generators shows each draw, the second of a pair of normal numbers, too.
 
     Where it does not, as another interpreter or a later version may have it, marks are the states themselves.
     """
+    if type(random._inst) is not random.Random:  # type: ignore[attr-defined]
+        return False
     python, numpy = random.Random(0), np.random.RandomState(0)
     of_python = (python.random, lambda: python.gauss(0, 1), lambda: python.gauss(0, 1), lambda: python.seed(5))
     of_numpy = (numpy.random_sample, numpy.standard_normal, numpy.standard_normal, lambda: numpy.seed(5))
-    for draws, look in ((of_python, lambda: _python_marks(python)), (of_numpy, lambda: _numpy_marks(numpy))):
+    for draws, look in ((of_python, lambda: _python_memory(python)), (of_numpy, lambda: _numpy_memory(numpy))):
         for draw in draws:
             before = look()
             draw()
@@ -121,22 +131,12 @@ def _show_draws() -> bool:
     return True
 
 
-def _is_of_process(value: Any) -> bool:
-    """Whether it is a function of NumPy's by which the whole process draws or seeds."""
-    return getattr(value, "__self__", None) is np.random.mtrand._rand or value in (  # type: ignore[attr-defined]
-        np.random.seed,
-        np.random.sample,
-        np.random.ranf,
+@functools.cache
+def _watched() -> ReplacedFunctions:
+    """Returns the functions by which the whole process draws, and seeds."""
+    functions = [(module, name, getattr(module, name)) for module in (random, np.random) for name in dir(module)]
+    own, free = _generators(), (np.random.seed, np.random.sample, np.random.ranf)
+    return ReplacedFunctions(
+        [(m, name) for m, name, value in functions if getattr(value, "__self__", None) in own or value in free],
+        _drawing,
     )
-
-
-_PYTHON: random.Random = random._inst  # type: ignore[attr-defined]
-_watched = ReplacedFunctions(
-    [
-        *((random, name) for name in dir(random) if getattr(getattr(random, name), "__self__", None) is _PYTHON),
-        *((np.random, name) for name in dir(np.random) if _is_of_process(getattr(np.random, name))),
-    ],
-    _drawing,
-)
-_SEEN = True
-_SEEN = type(_PYTHON) is random.Random and _show_draws()

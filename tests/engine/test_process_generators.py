@@ -69,8 +69,8 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, before: Callable
 @pytest.fixture(params=["in memory", "states"])
 def _marks(request, monkeypatch):
     """By the generators' memory, and as where that does not show all."""
-    assert process_generators._SEEN
-    monkeypatch.setattr(process_generators, "_SEEN", request.param == "in memory")
+    assert process_generators._memory_shows_draws()
+    monkeypatch.setattr(process_generators, "_memory_shows_draws", lambda: request.param == "in memory")
     monkeypatch.setattr(process_generators, "_newest", None)
 
 
