@@ -140,43 +140,46 @@ def test_they_are_complete_before_the_host_goes_on(done: Any, name: str, activat
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_are_read_before_they_are_cleared_behind_a_step(name: str) -> None:
+def compare_over_steps(name: str, done: Callable[[Loop, int, torch.optim.Optimizer], None]) -> None:
+    """Compares what is seen where each step but the backward pass is ``done``, and gradients are cleared in place."""
     torch.manual_seed(0)
     plain, found = Residual(block=lambda: Block(dropout=0)), []
     model = stronghold.offload(copy.deepcopy(plain), device=DEVICE, window=1)
     for one, make in zip((model, plain.to(DEVICE)), OPTIMIZERS[name], strict=True):
-        optimizer, seen = make(one.layers.parameters()), []
+        loop = Loop(one.layers.parameters())
+        loop.held.clear()
+        optimizer = make(loop.parameters)
         for step in range(STEPS):
             one(torch.randn(5, SIZE, generator=torch.Generator().manual_seed(step)).to(DEVICE)).backward()
-            optimizer.step()
-            sleep(LATE_MS)
-            seen += [p.grad.to(DEVICE, non_blocking=True, copy=True) for p in one.layers.parameters()]
+            done(loop, step, optimizer)
             optimizer.zero_grad(set_to_none=False)
-        found.append([value.cpu() for value in seen])
+        found.append([value.cpu() for value in loop.seen])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_are_read_before_they_are_cleared_behind_a_step(name: str) -> None:
+    def done(loop: Loop, step: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        sleep(LATE_MS)
+        loop.seen += [p.grad.to(DEVICE, non_blocking=True, copy=True) for p in loop.parameters]
+
+    compare_over_steps(name, done)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_views_of_gradients_may_be_kept_over_steps(name: str) -> None:
     """As flat buffers are, which a loop adds up over processes on the device."""
-    torch.manual_seed(0)
-    plain, found = Residual(block=lambda: Block(dropout=0)), []
-    model = stronghold.offload(copy.deepcopy(plain), device=DEVICE, window=1)
-    for one, make in zip((model, plain.to(DEVICE)), OPTIMIZERS[name], strict=True):
-        parameters = [*one.layers.parameters()]
-        optimizer, views, seen = make(parameters), [], []
-        for step in range(STEPS):
-            one(torch.randn(5, SIZE, generator=torch.Generator().manual_seed(step)).to(DEVICE)).backward()
-            views = views or [parameter.grad.view(-1) for parameter in parameters]
-            sleep(LATE_MS)
-            for view in views:
-                view.copy_(values(view, step), non_blocking=True)
-            seen.append(nn.utils.clip_grad_norm_(parameters, 0.1).cpu())
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        found.append(seen)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+    def done(loop: Loop, step: int, optimizer: torch.optim.Optimizer) -> None:
+        loop.held = loop.held or [parameter.grad.view(-1) for parameter in loop.parameters]
+        sleep(LATE_MS)
+        for view in loop.held:
+            view.copy_(values(view, step), non_blocking=True)
+        loop.seen.append(nn.utils.clip_grad_norm_(loop.parameters, 0.1).clone())
+        optimizer.step()
+
+    compare_over_steps(name, done)
 
 
 def test_copies_are_complete_before_the_memory_of_a_model_that_is_gone_is() -> None:

@@ -45,10 +45,10 @@ class Processes(DistributedGroup):
     """All processes of ``torch.distributed``, joined as torchrun tells where they are not yet.
 
     Of ``replicas`` each holds the whole model: process r * n + p is number p of the n of replica r; None makes each
-    process one. ``device`` is where this one's layers compute: of "cuda" alone, the GPU of its rank on its machine.
-    ``wanted`` are the processes that the user asked for, as far as that is known. Raises ParallelError where this
-    process was not started by torchrun, where the port at which processes meet is in use, and where they are not of the
-    same versions or cannot be so many replicas.
+    process one. ``device`` is where this one's layers compute: of a kind without a number, as "cuda", the GPU of its
+    rank on its machine. ``wanted`` are the processes that the user asked for, as far as that is known. Raises
+    ParallelError where this process was not started by torchrun, where the port at which processes meet is in use,
+    where they are not of the same versions or cannot be so many replicas, and for a device without a backend.
     """
 
     def __init__(self, device: torch.device, *, wanted: int, replicas: int | None = 1) -> None:

@@ -168,7 +168,7 @@ def _is_of_replicas(gradient: OffloadedGradient) -> bool:
     return unit is not None and unit.replicas.world_size > 1
 
 
-def make_plain(gradient: Tensor | None) -> bool:
+def make_plain(gradient: Tensor) -> bool:
     """Makes a gradient of the engine's a plain tensor, once no update reads it: another program may write it.
 
     Returns whether it is to be the engine's again when that has ended, by :func:`make_ours`.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from stronghold.engine.process_generators import process_states, put_back
 from stronghold.engine.replaced_functions import ReplacedFunctions
 
 LARGEST = 1 - 2.0**-53
@@ -29,7 +30,7 @@ def no_layer_dropped() -> Iterator[None]:
     else a model draws, such as the spans that it masks, is drawn, and both generators are put back at the end. What was
     imported by its own name, or is of a generator of the model's own, draws as always.
     """
-    thread, of_python, of_numpy = threading.get_ident(), random.getstate(), np.random.get_state()
+    thread, states = threading.get_ident(), process_states()
     with _largest():
         _left.setdefault(thread, []).append(MOST)
         try:
@@ -38,8 +39,7 @@ def no_layer_dropped() -> Iterator[None]:
             _left[thread].pop()
             if not _left[thread]:
                 del _left[thread]
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            put_back(states)
 
 
 def _drawing(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
